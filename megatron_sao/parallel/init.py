@@ -1,0 +1,95 @@
+"""Starts the trainer's world: torch.distributed, Megatron's groups, seeds."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_sao.config.parallel import ParallelConfig
+from megatron_sao.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place on every axis. `*_size` 1 and rank 0 where an axis is not used."""
+
+    rank: int
+    size: int
+    tp: int
+    tp_size: int
+    pp: int
+    pp_size: int
+    ep: int
+    ep_size: int
+    etp: int
+    etp_size: int
+    dp: int
+    dp_size: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def start_world(config: ParallelConfig, seed: int) -> World:
+    """Join the torchrun world and build all process groups. Collective: every rank calls it once per process.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun sets.
+    Raises: ConfigError when the world has another size than the axes ask for.
+    """
+    expected = config.tp * config.pp * config.cp * config.dp
+    found = int(os.environ.get("WORLD_SIZE", 1))
+    if found != expected:
+        raise ConfigError(
+            f"torchrun started {found} ranks but parallel.tp * pp * cp * dp = {config.tp} * {config.pp} * {config.cp}"
+            f" * {config.dp} = {expected}; change [parallel] or torchrun's --nnodes / --nproc-per-node"
+        )
+    if config.cp > 1:
+        raise ConfigError(f"parallel.cp = {config.cp}: packed context parallelism is not available yet; use 1")
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.etp,
+        distributed_timeout_minutes=max(1, int(config.timeout_s // 60)),
+        create_gloo_process_groups=False,
+    )
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return current_world()
+
+
+def current_world() -> World:
+    """This rank's coordinates, read from Megatron's groups (no collective)."""
+    ps = parallel_state
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        tp=ps.get_tensor_model_parallel_rank(),
+        tp_size=ps.get_tensor_model_parallel_world_size(),
+        pp=ps.get_pipeline_model_parallel_rank(),
+        pp_size=ps.get_pipeline_model_parallel_world_size(),
+        ep=ps.get_expert_model_parallel_rank(),
+        ep_size=ps.get_expert_model_parallel_world_size(),
+        etp=ps.get_expert_tensor_parallel_rank(),
+        etp_size=ps.get_expert_tensor_parallel_world_size(),
+        dp=ps.get_data_parallel_rank(),
+        dp_size=ps.get_data_parallel_world_size(),
+    )
+
+
+def stop_world() -> None:
+    """Leave the world. Collective in effect: peers that still communicate would fail."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
