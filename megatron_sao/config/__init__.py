@@ -1,0 +1,17 @@
+"""The configuration of a run: one file per section, strict, checked as a whole before anything starts. Imports nothing heavy."""
+
+from megatron_sao.config.check import check_model_fits, check_world_size
+from megatron_sao.config.config import Config
+from megatron_sao.config.derived import derived_numbers, max_in_flight
+from megatron_sao.config.load import load_config
+from megatron_sao.config.write import to_toml
+
+__all__ = [
+    "Config",
+    "check_model_fits",
+    "check_world_size",
+    "derived_numbers",
+    "load_config",
+    "max_in_flight",
+    "to_toml",
+]

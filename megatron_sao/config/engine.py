@@ -1,0 +1,20 @@
+"""[engine]: the vLLM servers."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_sao.config.section import Section
+
+
+class Engine(Section):
+    count: int = Field(1, ge=1, description="vLLM servers")
+    tensor_parallel: int = Field(1, ge=1, description="workers of one server")
+    host: str = Field("127.0.0.1", min_length=1, description="address the servers listen on")
+    port: int = Field(0, ge=0, le=65535, description="of the first server, the next ones follow; 0 = pick free ports")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the servers")
+    max_model_len: int = Field(256, ge=2, description="longest sequence a server accepts, in tokens")
+    kv_cache_bytes: int = Field(64 * 2**20, ge=1, description="memory of the key/value cache of one worker")
+    max_num_seqs: int = Field(64, ge=1, description="requests one server runs at the same time")
+    start_timeout_s: float = Field(240.0, gt=0, description="time a server has to become ready")
+    request_timeout_s: float = Field(120.0, gt=0, description="time one request may take, pauses included")

@@ -1,0 +1,13 @@
+"""[push]: how new policy weights reach the engines."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_sao.config.section import Section
+
+
+class Push(Section):
+    bucket_bytes: int = Field(64 * 2**20, ge=1, description="largest message; a tensor that is larger travels in slices")
+    timeout_s: float = Field(120.0, gt=0, description="time one push may take")
+    backend: Literal["gloo", "nccl"] = Field("gloo", description="gloo between CPUs, nccl between GPUs")
