@@ -1,9 +1,10 @@
 """The configuration of a run: one file per section, strict, checked as a whole before anything starts. Imports nothing heavy."""
 
-from megatron_sao.config.check import check_model_fits, check_world_size
+from megatron_sao.config.check import check_world_size
 from megatron_sao.config.config import Config
-from megatron_sao.config.derived import derived_numbers, max_in_flight
+from megatron_sao.config.derived import derived_numbers, describe, max_in_flight
 from megatron_sao.config.load import load_config
+from megatron_sao.config.model_fit import check_model_fits
 from megatron_sao.config.write import to_toml
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "check_model_fits",
     "check_world_size",
     "derived_numbers",
+    "describe",
     "load_config",
     "max_in_flight",
     "to_toml",

@@ -1,29 +1,31 @@
-"""How sections must fit together, and how they must fit a model and a world of ranks.
+"""How the sections of a configuration must fit together, and how they must fit a world of ranks.
 
 Each check takes the sections it needs and yields faults; it runs as soon as those sections are sound by themselves, so that one
-report holds the faults of fields and of their combinations alike.
+report holds the faults of single fields and of their combinations alike. How they fit a model stands in model_fit.py.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron_sao.config.algo import Algo
 from megatron_sao.config.arms import ARMS
 from megatron_sao.config.config import Config
+from megatron_sao.config.derived import num_pretrain_holdout
 from megatron_sao.config.engine import Engine
 from megatron_sao.config.model import Model
+from megatron_sao.config.model_fit import demonstration_model_faults
 from megatron_sao.config.parallel import Parallel
 from megatron_sao.config.sampling import Sampling
 from megatron_sao.config.schedule import Schedule
 from megatron_sao.config.section import Section
-from megatron_sao.config.value import Value
+from megatron_sao.config.value import Groups, Value
 from megatron_sao.config.warm_start import WarmStart
 from megatron_sao.errors import ConfigError
 
 
-def cross_field_faults(sections: dict[str, Any]) -> list[str]:
-    """Faults between sections. `sections` may lack some: checks that need a missing one are left out."""
+def cross_field_faults(sections: Mapping[str, Section]) -> list[str]:
+    """Faults between sections. `sections` holds the sound ones; checks that need another one are left out."""
     faults: list[str] = []
     for check in _CHECKS:
         needed = inspect.signature(check).parameters
@@ -37,80 +39,150 @@ def check_world_size(cfg: Config, world_size: int) -> None:
     p = cfg.parallel
     if p.world_size != world_size:
         raise ConfigError(
-            f"parallel.tp * pp * cp * dp = {p.tp} * {p.pp} * {p.cp} * {p.dp} = {p.world_size}, but the trainer has {world_size} ranks; "
-            f"start {p.world_size} ranks or change [parallel]"
+            f"parallel.tp * pp * cp * dp = {p.tp} * {p.pp} * {p.cp} * {p.dp} = {p.world_size}, but the trainer was started with "
+            f"{world_size} ranks; start {p.world_size} or change [parallel]"
         )
 
 
-def check_model_fits(cfg: Config, hf_config: dict[str, Any]) -> None:
-    """Raises ConfigError, with every fault, unless the model of a Hugging Face config.json can be laid out as [parallel] and [engine] say."""
-    faults = model_faults(cfg.parallel, cfg.engine, hf_config, "")
-    if faults:
-        raise ConfigError("\n  ".join(["the model does not fit the configuration:", *faults]) if len(faults) > 1 else faults[0])
+# ---- the checks; a parameter names the section it gets ---------------------------------------------------------
 
 
-def model_faults(parallel: Parallel, engine: Engine, hf_config: dict[str, Any], prefix: str) -> list[str]:
-    """What does not divide. `prefix` names the place of the model's fields in messages ("" = its config.json)."""
-    faults: list[str] = []
-
-    def divide(axis: str, size: int, field: str, number: int) -> None:
-        if number % size:
-            uses = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-            faults.append(f"{axis} = {size} does not divide {prefix}{field} = {number}; use one of {uses}")
-
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        is_latent = "kv_lora_rank" in hf_config  # MLA has no key/value heads to share out
-        if field in hf_config and not (is_latent and field == "num_key_value_heads"):
-            divide("parallel.tp", parallel.tp, field, hf_config[field])
-            divide("engine.tensor_parallel", engine.tensor_parallel, field, hf_config[field])
-    if "num_hidden_layers" in hf_config:
-        divide("parallel.pp", parallel.pp, "num_hidden_layers", hf_config["num_hidden_layers"])
-    expert_field = next((f for f in ("n_routed_experts", "num_experts", "num_local_experts") if hf_config.get(f)), None)
-    if expert_field:
-        divide("parallel.ep", parallel.ep, expert_field, hf_config[expert_field])
-    elif parallel.ep > 1:
-        faults.append(f"parallel.ep = {parallel.ep}, but the model has no experts; use 1")
-    return faults
+def _one_source_of_weights(model: Model, warm_start: WarmStart) -> Iterator[str]:
+    if model.path == "" and not warm_start.enabled:
+        yield "model.path is empty and warm_start.enabled = false: name a model folder, or let the warm start make one"
+    if model.path and warm_start.enabled:
+        yield (
+            f"model.path = {model.path!r} and warm_start.enabled = true: the warm start makes a model of its own; "
+            "set warm_start.enabled = false or leave model.path empty"
+        )
 
 
-# ---- checks between sections -----------------------------------------------------------------------------------
+def _demonstration_model_fits(warm_start: WarmStart, parallel: Parallel, engine: Engine) -> Iterator[str]:
+    if warm_start.enabled:
+        yield from demonstration_model_faults(warm_start, parallel, engine)
 
 
 def _experts_fit_ranks(parallel: Parallel) -> Iterator[str]:
     p = parallel
-    ranks = p.tp * p.cp * p.dp
-    if ranks % (p.ep * p.etp):
+    stage_ranks = p.tp * p.cp * p.dp
+    if stage_ranks % (p.ep * p.etp):
         yield (
-            f"parallel.ep * etp = {p.ep} * {p.etp} = {p.ep * p.etp} does not divide parallel.tp * cp * dp = {ranks}, the ranks of a stage; "
-            "change ep, etp or dp"
+            f"parallel.ep * etp = {p.ep} * {p.etp} = {p.ep * p.etp} does not divide parallel.tp * cp * dp = "
+            f"{p.tp} * {p.cp} * {p.dp} = {stage_ranks}, the ranks of one pipeline stage; change ep, etp or dp"
         )
 
 
 def _lengths_fit(sampling: Sampling, engine: Engine, parallel: Parallel) -> Iterator[str]:
     longest = sampling.max_trajectory_tokens
     if longest > engine.max_model_len:
-        yield f"sampling.max_trajectory_tokens = {longest} is more than engine.max_model_len = {engine.max_model_len}; lower it or raise that"
+        yield (
+            f"sampling.max_trajectory_tokens = {longest} is more than engine.max_model_len = {engine.max_model_len}; "
+            "lower the first or raise the second"
+        )
     if longest > parallel.micro_batch_tokens:
         yield (
-            f"sampling.max_trajectory_tokens = {longest} is more than parallel.micro_batch_tokens = {parallel.micro_batch_tokens}: "
-            "a trajectory is never split; lower it or raise that"
+            f"sampling.max_trajectory_tokens = {longest} is more than parallel.micro_batch_tokens = "
+            f"{parallel.micro_batch_tokens}, and a trajectory is never split; lower the first or raise the second"
         )
     if sampling.max_tokens_per_turn >= longest:
         yield (
             f"sampling.max_tokens_per_turn = {sampling.max_tokens_per_turn} leaves no room for a prompt in "
-            f"sampling.max_trajectory_tokens = {longest}; lower it or raise that"
+            f"sampling.max_trajectory_tokens = {longest}; lower the first or raise the second"
         )
 
 
+def _batch_divides(schedule: Schedule, sampling: Sampling, parallel: Parallel) -> Iterator[str]:
+    batch, rollouts = schedule.batch_trajectories, sampling.rollouts_per_prompt
+    if batch % rollouts:
+        yield (
+            f"sampling.rollouts_per_prompt = {rollouts} does not divide schedule.batch_trajectories = {batch}: "
+            "a step takes whole groups"
+        )
+    if batch < parallel.dp:
+        yield (
+            f"schedule.batch_trajectories = {batch} is less than parallel.dp = {parallel.dp}: "
+            "each copy of the model needs a trajectory; raise the first or lower the second"
+        )
+
+
+def _in_flight_is_useful(schedule: Schedule, sampling: Sampling) -> Iterator[str]:
+    s = schedule
+    fresh = (s.max_staleness + 1) * s.batch_trajectories
+    if s.max_in_flight > fresh:
+        yield (
+            f"schedule.max_in_flight = {s.max_in_flight} is more than (max_staleness + 1) * batch_trajectories = "
+            f"({s.max_staleness} + 1) * {s.batch_trajectories} = {fresh}: the rest would end too stale to train on; use {fresh} or less"
+        )
+    if 0 < s.max_in_flight < sampling.rollouts_per_prompt:
+        yield (
+            f"schedule.max_in_flight = {s.max_in_flight} is less than sampling.rollouts_per_prompt = "
+            f"{sampling.rollouts_per_prompt}, one group; raise it or use 0"
+        )
+
+
+def _ports_are_free_of_each_other(engine: Engine, schedule: Schedule) -> Iterator[str]:
+    last = engine.port + engine.count - 1
+    if engine.port and last > 65535:
+        yield f"engine.port = {engine.port} with engine.count = {engine.count} ends at port {last}; the last port is 65535"
+    if engine.port and engine.port <= schedule.port <= last:
+        yield f"schedule.port = {schedule.port} is one of the engines' ports {engine.port} to {last}; choose another"
+
+
 def _arm_means_what_it_says(algo: Algo, sampling: Sampling, value: Value) -> Iterator[str]:
-    sections: dict[str, Section] = {"algo": algo, "sampling": sampling, "value": value}
+    sections = {"algo": algo, "sampling": sampling, "value": value}
     for path, meant in ARMS[algo.arm].items():
-        found: Any = sections
-        for name in path.split("."):
-            found = found[name] if isinstance(found, dict) else getattr(found, name)
-        is_group_size = path == "sampling.rollouts_per_prompt" and meant > 1 and found > 1
-        if found != meant and not is_group_size:
+        section, *names = path.split(".")
+        found: Any = sections[section]
+        for name in names:
+            found = getattr(found, name)
+        # Any group will do for a group arm: 8 is only what it sets.
+        is_other_group_size = path == "sampling.rollouts_per_prompt" and meant > 1 and found > 1
+        if found != meant and not is_other_group_size:
             yield f"algo.arm = {algo.arm!r} means {path} = {meant!r}, but it is {found!r}; leave {path} out or choose another arm"
 
 
-_CHECKS: list[Callable[..., Iterator[str]]] = [_experts_fit_ranks, _lengths_fit, _arm_means_what_it_says]
+def _value_model_can_learn(value: Value) -> Iterator[str]:
+    if not value.groups.head.trained:
+        yield "value.groups.head.trained = false: the head starts at zero, so every value would stay 0; it must be true"
+    for name in Groups.model_fields:
+        group = getattr(value.groups, name)
+        if not group.trained and group.lr_multiplier != 1.0:
+            yield f"value.groups.{name}.lr_multiplier = {group.lr_multiplier} has no effect: the group is frozen; set trained = true or leave it out"
+
+
+def _value_loss_is_whole(value: Value) -> Iterator[str]:
+    if value.hl_gauss_min >= value.hl_gauss_max:
+        yield f"value.hl_gauss_min = {value.hl_gauss_min} is not below value.hl_gauss_max = {value.hl_gauss_max}"
+    if value.loss == "hl_gauss" and value.value_clip:
+        yield f"value.value_clip = {value.value_clip} has no effect with value.loss = 'hl_gauss'; use 0 or loss 'mse'"
+
+
+def _value_stages_can_run(value: Value) -> Iterator[str]:
+    if value.warmup_until_explained_variance and not value.warmup_steps:
+        yield (
+            f"value.warmup_until_explained_variance = {value.warmup_until_explained_variance} needs value.warmup_steps > 0: "
+            "that is the most the warm-up may take"
+        )
+    if value.pretrain_trajectories:
+        held_out = num_pretrain_holdout(value)
+        left = value.pretrain_trajectories - held_out
+        if left < value.pretrain_batch_trajectories:
+            yield (
+                f"value.pretrain_trajectories = {value.pretrain_trajectories} less {held_out} held out leaves {left}, fewer than "
+                f"value.pretrain_batch_trajectories = {value.pretrain_batch_trajectories}; raise the first or lower the last"
+            )
+
+
+_CHECKS: list[Callable[..., Iterator[str]]] = [
+    _one_source_of_weights,
+    _demonstration_model_fits,
+    _experts_fit_ranks,
+    _lengths_fit,
+    _batch_divides,
+    _in_flight_is_useful,
+    _ports_are_free_of_each_other,
+    _arm_means_what_it_says,
+    _value_model_can_learn,
+    _value_loss_is_whole,
+    _value_stages_can_run,
+]

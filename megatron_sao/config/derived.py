@@ -1,23 +1,61 @@
-"""Numbers that follow from a configuration, computed in one place."""
+"""Numbers that follow from a configuration, each computed in this one place."""
 
 from megatron_sao.config.config import Config
+from megatron_sao.config.value import Value
+from megatron_sao.config.write import to_toml
 
 
 def derived_numbers(cfg: Config) -> dict[str, int]:
-    """What a person wants to know before a run, and what several processes need alike."""
-    batch = cfg.schedule.batch_trajectories
-    return {
-        "trainer_ranks": cfg.parallel.world_size,
-        "model_copies": cfg.parallel.dp,
-        "expert_copies": cfg.parallel.expert_dp,
-        "prompts_per_step": batch // cfg.sampling.rollouts_per_prompt,
-        "trajectories_per_step": batch,
-        "tokens_per_step_bound": batch * cfg.sampling.max_trajectory_tokens,
-        "max_in_flight": max_in_flight(cfg),
-    }
+    """What follows from a configuration, by name; `describe` explains each name."""
+    return {name: number for name, (number, _) in _explained_numbers(cfg).items()}
+
+
+def describe(cfg: Config) -> str:
+    """The resolved configuration as TOML, then the derived numbers as comments: what --dry-run prints."""
+    rows = _explained_numbers(cfg).items()
+    width = max(len(name) for name, _ in rows)
+    lines = [f"# {name:<{width}} = {number:<10,} {meaning}" for name, (number, meaning) in rows]
+    return "\n".join([to_toml(cfg), "# ---- derived numbers", *lines]) + "\n"
 
 
 def max_in_flight(cfg: Config) -> int:
-    """Episodes that may run at the same time: what is asked for, else the engines' slots, never more than can be trained fresh."""
+    """Episodes that may run at the same time: as asked for, else the engines' slots; never more than can be trained fresh."""
     fresh = (cfg.schedule.max_staleness + 1) * cfg.schedule.batch_trajectories
     return cfg.schedule.max_in_flight or min(fresh, cfg.engine.count * cfg.engine.max_num_seqs)
+
+
+def num_pretrain_holdout(value: Value) -> int:
+    """Trajectories of the value pretraining that are kept to measure on: at least 1 where there is a pretraining."""
+    return max(1, round(value.pretrain_trajectories * value.pretrain_holdout)) if value.pretrain_trajectories else 0
+
+
+def _explained_numbers(cfg: Config) -> dict[str, tuple[int, str]]:
+    p, batch = cfg.parallel, cfg.schedule.batch_trajectories
+    has_value_model = cfg.algo.baseline == "value"
+    warmup = cfg.value.warmup_steps if has_value_model else 0
+    pretrain = cfg.value.pretrain_trajectories if has_value_model else 0
+    pretrain_batches = _ceil(pretrain - num_pretrain_holdout(cfg.value), cfg.value.pretrain_batch_trajectories) if pretrain else 0
+    tokens_bound = batch * cfg.sampling.max_trajectory_tokens
+    value_updates = (warmup + cfg.run.steps) * cfg.value.updates_per_step if has_value_model else 0
+    return {
+        "trainer_ranks": (p.world_size, "tp * pp * cp * dp: what torchrun must start"),
+        "model_copies": (p.dp, "data-parallel copies of the model"),
+        "expert_copies": (p.expert_dp, "copies of each expert: tp * cp * dp / (ep * etp)"),
+        "engine_workers": (cfg.engine.count * cfg.engine.tensor_parallel, "engines * tensor_parallel"),
+        "trajectories_per_step": (batch, "trained by one step"),
+        "prompts_per_step": (batch // cfg.sampling.rollouts_per_prompt, "different prompts among them"),
+        "trajectories_per_model_copy": (_ceil(batch, p.dp), "of a step, at most"),
+        "tokens_per_step_bound": (tokens_bound, "if every trajectory had max_trajectory_tokens"),
+        "micro_batches_bound": (_ceil(tokens_bound, p.dp * p.micro_batch_tokens), "of a model copy in a step, about, for that many tokens"),
+        "max_in_flight": (max_in_flight(cfg), "episodes that run at the same time"),
+        "max_lag": (cfg.schedule.max_staleness, "pushes between a trained token and the step that trains it"),
+        "pretrain_holdout_trajectories": (num_pretrain_holdout(cfg.value) if pretrain else 0, "kept to measure explained variance"),
+        "pretrain_updates": (cfg.value.pretrain_epochs * pretrain_batches, "of the value model, before the first step"),
+        "value_updates": (value_updates, "(warm-up steps + steps) * updates_per_step, at most"),
+        "policy_updates": (cfg.run.steps, "each followed by a push to the engines"),
+        "trajectories_trained": (pretrain + (warmup + cfg.run.steps) * batch, "in the whole run, at most"),
+    }
+
+
+def _ceil(number: int, size: int) -> int:
+    return -(-number // size)

@@ -5,6 +5,7 @@ list to keep.
 """
 
 import difflib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,6 @@ _OTHER_WORDS = {
     "learning_rate": "lr",
     "critic": "value",
     "actor": "policy",
-    "policy_loss": "loss",
     "n_rollouts_per_prompt": "rollouts_per_prompt",
     "critic_updates_per_step": "updates_per_step",
     "tensor_parallel_size": "tp",
@@ -28,6 +28,7 @@ _OTHER_WORDS = {
     "expert_parallel_size": "ep",
     "batch_size": "batch_trajectories",
 }
+_MANY = 4  # more suggestions than this are no help
 
 
 @dataclass(frozen=True)
@@ -51,52 +52,69 @@ def leaf_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[K
             yield Key(prefix + name, field.annotation, default, field.description or "")
 
 
-def is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def section_paths(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+def table_paths(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every table: "run", "value", "value.groups", "value.groups.head", ..."""
     for name, field in section.model_fields.items():
         if is_section(field.annotation):
             yield prefix + name
-            yield from section_paths(field.annotation, f"{prefix}{name}.")
+            yield from table_paths(field.annotation, f"{prefix}{name}.")
+
+
+def is_section(annotation: Any) -> bool:
+    """True if a field of this annotation is a table of its own."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def unknown_key_fault(path: str) -> str:
     """One sentence on a key that does not exist: its nearest name, or the sections where it does exist."""
-    hint = _dash_hint(path) or _suggestion(path.replace("-", "_").lower())
-    return f"{path}: there is no such key; {hint}"
+    plain = path.replace("-", "_").replace('"', "").lower()
+    if plain in _all_paths():
+        return f"{path}: names are in lower case, with underscores, without dashes and quotes: {plain}"
+    table, _, name = plain.rpartition(".")
+    suggestions = _meant(_known_words(table), _OTHER_WORDS.get(name, name))
+    if suggestions and len(suggestions) <= _MANY:
+        return f"{path}: there is no such key; did you mean {_either(suggestions)}?"
+    if table in table_paths():
+        return f"{path}: there is no such key; [{table}] has {', '.join(_names_in(table))}"
+    return f"{path}: there is no such key; the sections are {', '.join(Config.model_fields)}"
 
 
-def _dash_hint(path: str) -> str:
-    plain = path.replace("-", "_").lower()
-    if plain == path or plain not in _all_paths():
-        return ""
-    return f"names are in lower case, with underscores instead of dashes: {plain}"
+def _known_words(table: str) -> str:
+    return ".".join(_OTHER_WORDS.get(word, word) for word in table.split("."))
 
 
-def _suggestion(path: str) -> str:
-    table, _, name = path.rpartition(".")
-    name = _OTHER_WORDS.get(name, name)
-    table = _OTHER_WORDS.get(table, table)
+def _meant(table: str, name: str) -> list[str]:
+    """Paths that `table.name` may stand for, by the first rule that finds any."""
     paths = _all_paths()
-    if (moved := f"{table}.{name}".lstrip(".")) in paths:
-        return f"did you mean {moved}?"
-    neighbours = [known.rpartition(".")[2] for known in paths if known.rpartition(".")[0] == table]
-    if near := difflib.get_close_matches(name, neighbours, n=1):
-        return f"did you mean {'.'.join(filter(None, (table, near[0])))}?"
-    if elsewhere := [known for known in paths if known.rpartition(".")[2] == name]:
-        return f"did you mean {_either(elsewhere)}?"
-    if near := difflib.get_close_matches(name, {known.rpartition(".")[2] for known in paths}, n=1):
-        return f"did you mean {_either([known for known in paths if known.rpartition('.')[2] == near[0]])}?"
-    if neighbours:
-        return f"{f'[{table}]' if table else 'the top level'} has {', '.join(neighbours)}"
-    return f"the sections are {', '.join(Config.model_fields)}"
+    tables = _near_tables(table)
+    named = [_join(near, name) for near in tables if _join(near, name) in paths]
+    close = [_join(near, key) for near in tables for key in difflib.get_close_matches(name, _names_in(near), n=1)]
+    elsewhere = [path for path in paths if path.rpartition(".")[2] == name]
+    nearest = difflib.get_close_matches(name, [path.rpartition(".")[2] for path in paths], n=1)
+    close_elsewhere = [path for path in paths if path.rpartition(".")[2] in nearest]
+    return named[:1] or close[:1] or elsewhere or close_elsewhere
 
 
-def _all_paths() -> list[str]:
-    return [*section_paths(), *(key.path for key in leaf_keys())]
+def _near_tables(table: str) -> list[str]:
+    """The table itself; if there is none, those whose last word is the same, then those of a similar name."""
+    tables = ["", *table_paths()]
+    if table in tables:
+        return [table]
+    same_end = [known for known in tables if known.rpartition(".")[2] == table.rpartition(".")[2]]
+    return same_end + difflib.get_close_matches(table, tables)
+
+
+def _names_in(table: str) -> list[str]:
+    return [path.rpartition(".")[2] for path in _all_paths() if path.rpartition(".")[0] == table]
+
+
+@functools.cache
+def _all_paths() -> tuple[str, ...]:
+    return (*table_paths(), *(key.path for key in leaf_keys()))
+
+
+def _join(table: str, name: str) -> str:
+    return f"{table}.{name}" if table else name
 
 
 def _either(names: list[str]) -> str:

@@ -147,7 +147,7 @@ def _unknown_keys(tree: Tree, section: type[BaseModel], prefix: str) -> list[str
         if field is not None and is_section(field.annotation) and isinstance(value, dict):
             faults += _unknown_keys(value, field.annotation, f"{prefix}{name}.")
         elif field is None:
-            faults += [unknown_key_fault(path) for path in _leaf_paths(prefix + name, value)]
+            faults += [unknown_key_fault(path) for path in _leaf_paths(prefix + _as_written(name), value)]
     return faults
 
 
@@ -155,17 +155,24 @@ def _leaf_paths(path: str, value: Any) -> list[str]:
     """The keys inside an unknown table, so that each gets its own suggestion; a value is its own only leaf."""
     if not isinstance(value, dict) or not value:
         return [path]
-    return [leaf for name, entry in value.items() for leaf in _leaf_paths(f"{path}.{name}", entry)]
+    return [leaf for name, entry in value.items() for leaf in _leaf_paths(f"{path}.{_as_written(name)}", entry)]
+
+
+def _as_written(name: str) -> str:
+    """A name with a dot in it was written in quotes."""
+    return f'"{name}"' if "." in name else name
 
 
 class _Origin:
-    """Says where a value was written."""
+    """Says where a value, or a part of a table, was written."""
 
     def __init__(self, path: str | Path | None, command_paths: set[str]) -> None:
         self._path, self._command_paths = path, command_paths
 
     def __call__(self, key: str) -> str:
-        is_from_command = any(key == given or key.startswith(given + ".") for given in self._command_paths)
+        is_from_command = any(
+            key == given or key.startswith(given + ".") or given.startswith(key + ".") for given in self._command_paths
+        )
         return "on the command line" if is_from_command or self._path is None else f"in {self._path}"
 
 
@@ -202,7 +209,7 @@ def _value_fault(section: str, entry: Any, origin: _Origin) -> str | None:
         return None
     key = ".".join([section, *map(str, entry["loc"])])
     if entry["type"] == "missing":
-        return f"{key} is missing: it must be given together with {_siblings(key)} ({origin(section)})"
+        return f"{key} is missing: it must be given together with {_siblings(key)} ({origin(key.rpartition('.')[0])})"
     if entry["type"] == "string_pattern_mismatch":
         rule = "may hold letters, digits, dots, dashes and underscores, and begins with a letter or digit"
     elif entry["type"] == "value_error":

@@ -18,4 +18,4 @@ class WarmStart(Section):
     head_dim: int = Field(32, ge=2, multiple_of=2, description="width of one head; vLLM on a CPU needs a multiple of 32")
     experts: int = Field(8, ge=1, description="routed experts of each layer")
     top_k: int = Field(2, ge=1, description="experts that each token is sent to")
-    expert_ffn: int = Field(64, ge=1, description="inner width of one expert")
+    expert_ffn: int = Field(32, ge=1, description="inner width of one expert")

@@ -8,16 +8,15 @@ from megatron_sao.config.config import Config
 
 def to_toml(cfg: Config) -> str:
     """Every key with its value, one table per section."""
-    tables = (_table(name, values) for name, values in cfg.model_dump().items())
-    return "\n\n".join(table for table in tables if table) + "\n"
+    return "\n\n".join(_table(name, values) for name, values in cfg.model_dump().items()) + "\n"
 
 
 def _table(path: str, values: dict[str, Any]) -> str:
     is_open = path == "task.params"
     leaves = [f"{_key(k)} = {_value(v)}" for k, v in values.items() if is_open or not isinstance(v, dict)]
     tables = [] if is_open else [_table(f"{path}.{k}", v) for k, v in values.items() if isinstance(v, dict)]
-    head = ["\n".join([f"[{path}]", *leaves])] if leaves else []
-    return "\n\n".join([*head, *(t for t in tables if t)])
+    head = ["\n".join([f"[{path}]", *leaves])] if leaves or is_open else []
+    return "\n\n".join([*head, *tables])
 
 
 def _key(name: str) -> str:

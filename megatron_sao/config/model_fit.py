@@ -1,0 +1,96 @@
+"""How a model's shape must fit the layout of the trainer and of the engines.
+
+Rules: every split is even. Key/value heads are not replicated (tp must divide them; MLA has none to split). Pipeline stages hold equally
+many layers. A shape is described by the fields of a Hugging Face config.json, whatever the model's family.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_sao.config.config import Config
+from megatron_sao.config.engine import Engine
+from megatron_sao.config.parallel import Parallel
+from megatron_sao.config.warm_start import WarmStart
+from megatron_sao.errors import ConfigError
+
+_EXPERT_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts")  # GLM and DeepSeek; Qwen; others
+
+
+def check_model_fits(cfg: Config, hf_config: Mapping[str, Any]) -> None:
+    """Raises ConfigError, with every fault, unless a model can be laid out as [parallel] and [engine] say.
+
+    Args:
+        hf_config: the content of the model folder's config.json.
+    """
+    faults = _faults(cfg.parallel, cfg.engine, hf_config, {})
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
+    if faults:
+        raise ConfigError("\n  ".join([f"{len(faults)} reasons why the model does not fit the configuration:", *faults]))
+
+
+def demonstration_model_faults(warm_start: WarmStart, parallel: Parallel, engine: Engine) -> list[str]:
+    """The same for the demonstration model, and whether its shape is one at all."""
+    w = warm_start
+    faults = []
+    if w.heads % w.kv_heads:
+        faults.append(_does_not_divide("warm_start.kv_heads", w.kv_heads, "warm_start.heads", w.heads))
+    if w.top_k > w.experts:
+        faults.append(f"warm_start.top_k = {w.top_k} is more than warm_start.experts = {w.experts}; lower the first")
+    names = {
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "num_hidden_layers": "layers",
+        "num_experts": "experts",
+        "moe_intermediate_size": "expert_ffn",
+    }
+    shape = {field: getattr(w, name) for field, name in names.items()}
+    return faults + _faults(parallel, engine, shape, {field: f"warm_start.{name}" for field, name in names.items()})
+
+
+def _faults(parallel: Parallel, engine: Engine, shape: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    """What does not divide or does not fit. `names` says how messages call a field (else "the model's FIELD")."""
+    faults = []
+
+    def called(field: str) -> str:
+        return names.get(field, f"the model's {field}")
+
+    for axis, size, field in _splits(parallel, engine, shape):
+        number = shape.get(field)
+        if isinstance(number, int) and number % size:
+            faults.append(_does_not_divide(axis, size, called(field), number))
+    if parallel.ep > 1 and _expert_field(shape) is None:
+        faults.append(f"parallel.ep = {parallel.ep}, but the model has no experts; use 1")
+    longest = shape.get("max_position_embeddings")
+    if isinstance(longest, int) and engine.max_model_len > longest:
+        faults.append(
+            f"engine.max_model_len = {engine.max_model_len} is more than {called('max_position_embeddings')} = {longest}; lower it"
+        )
+    return faults
+
+
+def _splits(parallel: Parallel, engine: Engine, shape: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """(axis, its size, the field it must divide) for this kind of model."""
+    expert_field = _expert_field(shape)
+    has_dense_layers = expert_field is None or bool(shape.get("first_k_dense_replace") or shape.get("mlp_only_layers"))
+    splits = [("parallel.pp", parallel.pp, "num_hidden_layers")]
+    for axis, size in (("parallel.tp", parallel.tp), ("engine.tensor_parallel", engine.tensor_parallel)):
+        splits.append((axis, size, "num_attention_heads"))
+        if not shape.get("kv_lora_rank"):  # MLA: one latent for all heads, nothing to split
+            splits.append((axis, size, "num_key_value_heads"))
+        if has_dense_layers:
+            splits.append((axis, size, "intermediate_size"))
+    if expert_field:
+        splits.append(("parallel.ep", parallel.ep, expert_field))
+        splits.append(("parallel.etp", parallel.etp, "moe_intermediate_size"))
+        splits.append(("engine.tensor_parallel", engine.tensor_parallel, "moe_intermediate_size"))
+    return splits
+
+
+def _expert_field(shape: Mapping[str, Any]) -> str | None:
+    return next((field for field in _EXPERT_FIELDS if shape.get(field)), None)
+
+
+def _does_not_divide(axis: str, size: int, field: str, number: int) -> str:
+    divisors = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return f"{axis} = {size} does not divide {field} = {number}; use {' or '.join(filter(None, (', '.join(divisors[:-1]), divisors[-1])))}"
