@@ -3,6 +3,7 @@
 from megatron_sao.config.check import check_world_size
 from megatron_sao.config.config import Config
 from megatron_sao.config.derived import derived_numbers, describe, max_in_flight
+from megatron_sao.config.keys import help_on_keys
 from megatron_sao.config.load import load_config
 from megatron_sao.config.model_fit import check_model_fits
 from megatron_sao.config.write import to_toml
@@ -13,6 +14,7 @@ __all__ = [
     "check_world_size",
     "derived_numbers",
     "describe",
+    "help_on_keys",
     "load_config",
     "max_in_flight",
     "to_toml",

@@ -6,6 +6,8 @@ list to keep.
 
 import difflib
 import functools
+import json
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -119,3 +121,23 @@ def _join(table: str, name: str) -> str:
 
 def _either(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def help_on_keys() -> str:
+    """Every key with its default (or what it may be) and its meaning, one a line, by section."""
+    lines: list[str] = []
+    for key in leaf_keys():
+        table, _, name = key.path.rpartition(".")
+        if f"[{table}]" not in lines:
+            lines += ["", f"[{table}]"]
+        lines.append(f"  {f'{name} = {_default_shown(key)}':<40} {key.description}{_choices_shown(key.annotation)}")
+    return "\n".join(lines).strip("\n")
+
+
+def _default_shown(key: Key) -> str:
+    return json.dumps(key.default)
+
+
+def _choices_shown(annotation: Any) -> str:
+    choices = [arg for arg in typing.get_args(annotation) if isinstance(arg, str)]
+    return f" [{' | '.join(choices)}]" if choices else ""

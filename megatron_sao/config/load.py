@@ -6,7 +6,7 @@ reported in one ConfigError; nothing is dropped, guessed or converted.
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Confi
     file_tree = _read_toml(Path(path)) if path is not None else {}
     command_tree, command_paths = _parse_overrides(overrides, faults)
     tree = _merge(_with_arm(file_tree), _with_arm(command_tree))
-    faults += _unknown_keys(tree, Config, "")
-    sections, value_faults = _build_sections(tree, _Origin(path, command_paths))
+    origin = _Origin(path, command_paths)
+    faults += [f"{unknown_key_fault(key)} ({origin(key)})" for key in _unknown_keys(tree, Config, "")]
+    sections, value_faults = _build_sections(tree, origin)
     faults += value_faults
     faults += cross_field_faults(sections)
     if faults:
@@ -140,15 +141,13 @@ def _merge(below: Tree, above: Tree) -> Tree:
 # ---- building and its faults -----------------------------------------------------------------------------------
 
 
-def _unknown_keys(tree: Tree, section: type[BaseModel], prefix: str) -> list[str]:
-    faults = []
+def _unknown_keys(tree: Tree, section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, value in tree.items():
         field = section.model_fields.get(name)
-        if field is not None and is_section(field.annotation) and isinstance(value, dict):
-            faults += _unknown_keys(value, field.annotation, f"{prefix}{name}.")
-        elif field is None:
-            faults += [unknown_key_fault(path) for path in _leaf_paths(prefix + _as_written(name), value)]
-    return faults
+        if field is None:
+            yield from _leaf_paths(prefix + _as_written(name), value)
+        elif is_section(field.annotation) and isinstance(value, dict):
+            yield from _unknown_keys(value, field.annotation, f"{prefix}{name}.")
 
 
 def _leaf_paths(path: str, value: Any) -> list[str]:
