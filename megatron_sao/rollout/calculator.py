@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_sao.errors import ConfigError, DataError
-from megatron_sao.rollout.environment import EnvStep, Message, Task
+from megatron_sao.rollout.environment import EnvStep, Message, Task, opening_messages
 
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 _EXPRESSION = re.compile(r"([0-9]{1,9})([-+*])([0-9]{1,9})")
@@ -81,7 +81,7 @@ class CalculatorEpisode:
         self._retry_malformed = retry_malformed
 
     async def begin(self) -> list[Message]:
-        return [{"role": "user", "content": self._task["prompt"]}]
+        return opening_messages(self._task)
 
     async def step(self, action: str, stop_reason: str) -> EnvStep:
         if stop_reason != "stop":

@@ -109,6 +109,12 @@ def _environment_class(name: str) -> Callable[..., Environment]:
         raise ConfigError(f"task.environment = {name} cannot be imported: {error}") from error
 
 
+def opening_messages(task: Task) -> list[Message]:
+    """The chat messages that a task's "prompt" stands for: text is what the user says."""
+    prompt = task["prompt"]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
 def split_of(task: Task) -> str:
     """"train" or "eval", by a hash of the prompt alone: equal prompts always fall on the same side."""
     text = json.dumps(task["prompt"], sort_keys=True, ensure_ascii=True)
