@@ -63,3 +63,24 @@ def capacity(
         The number of prompts; 0 or negative = none.
     """
     return (max_staleness + policy_version + 1) * batch_trajectories - (num_accepted + num_running)
+
+
+def num_to_issue(*, capacity: int, num_running: int, max_in_flight: int, num_buffered: int, num_needed: int) -> int:
+    """How many prompts the dispatcher starts now.
+
+    0 while the next step's batch already waits: what would be started then could only grow old in the queue.
+    Otherwise what freshness (`capacity`) and the engines (`max_in_flight`) still allow.
+
+    Args:
+        capacity: result of `capacity`.
+        num_running: episodes in flight.
+        max_in_flight: episodes that may run at the same time.
+        num_buffered: finished trajectories that wait.
+        num_needed: trajectories of the next step.
+
+    Returns:
+        The number of prompts, >= 0.
+    """
+    if num_buffered >= num_needed:
+        return 0
+    return max(0, min(capacity, max_in_flight - num_running))

@@ -124,11 +124,6 @@ class Ledger:
         row = self._db.execute("SELECT is_finished FROM prompts WHERE prompt_id = ?", (prompt_id,)).fetchone()
         return bool(row and row[0])
 
-    def num_trained(self, phase: str) -> int:
-        """How many prompts were trained on in steps of this phase."""
-        query = "SELECT COUNT(*) FROM prompts WHERE state = ? AND phase = ?"
-        return self._db.execute(query, (TRAINED, phase)).fetchone()[0]
-
     def unfinished(self) -> list[Prompt]:
         """Prompts on the way (in flight, buffered, training), in order of issue: a restart serves these first."""
         query = f"SELECT prompt FROM prompts WHERE state IN ({_marks(OPEN_STATES)}) ORDER BY number"

@@ -163,6 +163,11 @@ class SchedulerChannel:
         self.lost.add_done_callback(_mark_retrieved)
         self._pump = asyncio.create_task(self._pump_forever())
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a message of the trainer waits for its answer."""
+        return self._number is not None
+
     async def receive(self) -> TrainerMessage:
         """The next message of the trainer. Does not watch `lost`: the caller races the two.
 

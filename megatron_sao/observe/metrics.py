@@ -1,0 +1,90 @@
+"""The numbers of a run: one JSON object per line, and TensorBoard.
+
+Owns `metrics.jsonl` and the folder `tensorboard` of a run. A line is
+    {"time_s": unix time, "phase": "train", "step": 12, "rollout/pass_rate": 0.5, ...}
+Invariants: every line is complete JSON (ASCII, NaN and infinities as the strings "nan", "inf", "-inf") and is on its way
+to disk when `log` returns; writing never raises because of what a value is.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+MAIN_PHASE = "train"  # its metrics keep their names in TensorBoard; those of other phases are put below the phase
+
+
+class MetricsSink:
+    """Writes both files of one run. Not for several threads at once."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Effect: opens the files in `folder` (which must exist); lines are appended."""
+        folder = Path(folder)
+        self._jsonl = open(folder / METRICS_FILE, "a", encoding="ascii", newline="\n")
+        self._tensorboard = EventFileWriter(str(folder / TENSORBOARD_FOLDER))
+
+    def log(self, step: int, phase: str, metrics: Mapping[str, Any]) -> None:
+        """Write one line, and every number of it to TensorBoard.
+
+        Args:
+            step: step within the phase.
+            phase: "value_pretrain" | "value_warmup" | "train" | "eval".
+            metrics: name -> number (or text, which goes to the JSON only). A `phase`, `step` or `time_s` in it is ignored.
+        """
+        record = {**metrics, "time_s": time.time(), "phase": phase, "step": step}
+        ordered = {name: record.pop(name) for name in ("time_s", "phase", "step")} | dict(sorted(record.items()))
+        self._jsonl.write(json.dumps({name: _json_value(value) for name, value in ordered.items()}) + "\n")
+        self._jsonl.flush()
+        prefix = "" if phase == MAIN_PHASE else f"{phase}/"
+        values = [
+            Summary.Value(tag=prefix + name, simple_value=float(value))
+            for name, value in metrics.items()
+            if _is_number(value)
+        ]
+        self._tensorboard.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Effect: both files are complete on disk."""
+        self._jsonl.close()
+        self._tensorboard.close()
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, "nan" and infinities as floats again. An incomplete last line is left out."""
+    records = []
+    with open(path, encoding="ascii") as file:
+        for line in file:
+            if line.endswith("\n"):
+                records.append({name: _plain_value(value) for name, value in json.loads(line).items()})
+    return records
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, str)
+
+
+def _json_value(value: Any) -> Any:
+    """What JSON can hold: numpy scalars become Python's, non-finite floats text, anything else its description."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if not _is_number(value):
+        return repr(value)
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _plain_value(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -1,0 +1,520 @@
+"""The scheduler: answers the trainer's messages while episodes run.
+
+    Hello -> engines join the weight group          NeedBatch -> the first fresh trajectories
+    PushRequest, PushSent -> one weight push        EvalRequest -> held-out episodes
+    StepReport -> the ledger marks the batch        Goodbye -> the end
+
+Invariants:
+- the version of the engines never falls, and a batch is trained by exactly the version the engines hold;
+- whatever fails first (an episode, an engine, the prompt source, the trainer) ends the run at once: the trainer gets
+  Abort with the reason, engines are resumed, the book stays true;
+- every wait has a bound: that of the caller's timeouts, or "no episode ended for so long".
+"""
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_sao.errors import DataError, ProtocolError, SaoError
+from megatron_sao.records import (
+    Abort,
+    Ack,
+    Batch,
+    EvalRequest,
+    EvalResult,
+    Goodbye,
+    Hello,
+    NeedBatch,
+    Prompt,
+    PushDone,
+    PushGo,
+    PushRequest,
+    PushSent,
+    SchedulerMessage,
+    StepReport,
+    TrainerMessage,
+    Trajectory,
+    Welcome,
+)
+from megatron_sao.rollout.assemble import Unscored
+from megatron_sao.rollout.engine_pool import EnginePool
+from megatron_sao.schedule.buffer import Buffer
+from megatron_sao.schedule.dispatcher import Dispatcher, TokenRate
+from megatron_sao.schedule.freshness import capacity, num_to_issue
+from megatron_sao.schedule.ledger import IN_FLIGHT, NO_SIGNAL, STALE, Ledger
+from megatron_sao.schedule.push import Push
+from megatron_sao.schedule.statistics import batch_metrics, pass_rate
+from megatron_sao.transport.channel import SchedulerChannel
+
+log = logging.getLogger(__name__)
+
+TRAIN_PHASE = "train"  # the one phase whose steps move the version
+GOODBYE_REASON = "finished"  # anything else is an error of the trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """Limits of the scheduler."""
+
+    batch_trajectories: int  # trajectories of one policy step
+    max_staleness: int  # largest lag of the oldest action token
+    max_in_flight: int  # episodes that run at the same time
+    batch_timeout_s: float  # an episode must end at least this often while something waits for episodes
+    push_timeout_s: float  # for each part of a push, and for joining the weight group
+    push_backend: str  # "gloo" | "nccl"
+    trainer_start_timeout_s: float = 900.0  # from the start of the scheduler to Hello
+    abort_linger_s: float = 15.0  # after a failure: how long the trainer may still ask, to hear the reason
+
+
+class Observer(Protocol):
+    """Who writes down what happens. Called from a thread of its own, never two at a time."""
+
+    def waited(self, phase: str, num_ready: int, num_needed: int) -> None:
+        """A step waits for trajectories. Called from the event loop: must be quick."""
+
+    def stepped(self, report: StepReport, metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
+        """A step is over. `metrics`: the trainer's and the scheduler's."""
+
+    def evaluated(self, result: EvalResult, policy_version: int, trajectories: Sequence[Trajectory]) -> None:
+        """Held-out prompts were played."""
+
+
+@dataclass
+class _OpenBatch:
+    """The batch that the trainer works on."""
+
+    request: NeedBatch
+    trajectories: list[Trajectory]
+    metrics: dict[str, float]
+
+    @property
+    def prompt_ids(self) -> list[str]:
+        return [trajectory.prompt.prompt_id for trajectory in self.trajectories]
+
+
+@dataclass
+class _Totals:
+    """What the summary reports besides the ledger."""
+
+    lag_max: int = 0
+    num_trained_tokens: int = 0
+    num_trained_tokens_lag_ge1: int = 0
+    num_pushes: int = 0
+    ids_in_flight_at_pushes: set[str] = field(default_factory=set)
+    result: dict[str, float] = field(default_factory=dict)
+
+
+class Scheduler:
+    """One run. `await run()` returns after Goodbye("finished") and raises the reason otherwise."""
+
+    def __init__(
+        self,
+        *,
+        channel: SchedulerChannel,
+        engines: EnginePool,
+        prompts: Iterator[Prompt],
+        eval_prompts: Sequence[Prompt],
+        run_episode: Callable[[Prompt], Awaitable[Trajectory]],
+        ledger: Ledger,
+        settings: ScheduleSettings,
+        observer: Observer,
+    ) -> None:
+        """Args:
+            channel: the connection to the trainer.
+            engines: all engines, serving.
+            prompts: training prompts, in the order in which they are issued.
+            eval_prompts: held-out prompts; they never enter the ledger.
+            run_episode: plays one prompt on `engines`.
+            ledger: the book of this run.
+            settings: limits.
+            observer: metrics and trajectory files.
+        """
+        self._channel = channel
+        self._engines = engines
+        self._eval_prompts = eval_prompts
+        self._run_episode = run_episode
+        self._ledger = ledger
+        self._settings = settings
+        self._observer = observer
+        self._buffer = Buffer()
+        self._dispatcher = Dispatcher(
+            prompts=prompts,
+            run_episode=run_episode,
+            ledger=ledger,
+            buffer=self._buffer,
+            num_to_issue=self._num_to_issue,
+            on_failure=self._fail,
+        )
+        self._token_rate = TokenRate(self._dispatcher)
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._hello: Hello | None = None
+        self._version = 0  # what the engines hold
+        self._is_dispatching = False
+        self._wanted: NeedBatch | None = None  # the request that waits for trajectories now
+        self._batch: _OpenBatch | None = None
+        self._num_unpublished = 0  # trajectories given to a policy step whose push is not out yet
+        self._push: Push | None = None
+        self._totals = _Totals()
+
+    # ---- the life of a run -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve one trainer from Hello to Goodbye.
+
+        Effect: afterwards no episode runs, and engines are resumed unless their weights are half-updated.
+
+        Raises:
+            SaoError: whatever ended the run early; an unforeseen exception comes out unchanged.
+        """
+        try:
+            await self._serve()
+        except Exception as error:
+            await self._dispatcher.stop()
+            await self._tell_trainer(error)
+            raise
+        finally:
+            await self._dispatcher.stop()
+            await self._end_push(suppress_errors=True)
+
+    async def _serve(self) -> None:
+        timeout_s: float | None = self._settings.trainer_start_timeout_s
+        while True:
+            # After Hello the trainer may compute for as long as it needs: its heartbeat is what is watched.
+            message = await self._unless_failed(self._next_message(timeout_s))
+            timeout_s = None
+            answer = await self._unless_failed(self._answer_to(message))
+            await self._channel.answer(answer)
+            if isinstance(message, StepReport):
+                await self._unless_failed(self._close_batch(message))
+            if isinstance(message, Goodbye):
+                self._totals.result = message.result
+                if message.reason != GOODBYE_REASON:
+                    raise ProtocolError(f"the trainer ended with: {message.reason}")
+                return
+
+    async def _next_message(self, timeout_s: float | None) -> TrainerMessage:
+        try:
+            return await asyncio.wait_for(self._channel.receive(), timeout_s)
+        except TimeoutError as error:
+            raise ProtocolError(f"no trainer said Hello within {timeout_s:.0f} s") from error
+
+    async def _answer_to(self, message: TrainerMessage) -> SchedulerMessage:
+        match message:
+            case Hello():
+                return await self._welcome(message)
+            case NeedBatch():
+                return await self._give_batch(message)
+            case PushRequest():
+                return await self._open_push(message)
+            case PushSent():
+                return await self._close_push(message)
+            case EvalRequest():
+                return await self._evaluate(message)
+            case StepReport():
+                return self._mark_batch(message)
+            case Goodbye():
+                return Ack()
+
+    async def _unless_failed[T](self, work: Awaitable[T]) -> T:
+        """The result of `work`, or the first failure anywhere, whichever comes first."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._failure, self._channel.lost}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            for future in (self._failure, self._channel.lost):
+                if future.done():
+                    future.result()
+            raise AssertionError("a future of failure completed without one")
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # marks it as seen: it may come when nobody waits any more
+
+    async def _tell_trainer(self, error: Exception) -> None:
+        """Answer the open message, or the next one if it comes soon, with Abort."""
+        reason = str(error) if isinstance(error, SaoError) else f"{type(error).__name__}: {error}"
+        log.error("the run ends: %s", reason)
+        try:
+            if not self._channel.is_asked:
+                receive = asyncio.ensure_future(self._channel.receive())
+                await asyncio.wait({receive, self._channel.lost}, timeout=self._settings.abort_linger_s,
+                                   return_when=asyncio.FIRST_COMPLETED)
+                receive.cancel()
+            await self._channel.answer(Abort(reason=reason))
+        except ProtocolError:
+            pass  # nobody is there to hear it
+
+    # ---- Hello -------------------------------------------------------------------------------------------------
+
+    async def _welcome(self, hello: Hello) -> Welcome:
+        if self._hello is not None:
+            raise ProtocolError("the trainer said Hello twice")
+        self._hello = hello
+        world_sizes = await self._engines.world_sizes()
+        offsets = [hello.num_trainer_ranks + sum(world_sizes[:i]) for i in range(len(world_sizes))]
+        shared = {
+            "master_address": hello.master_address,
+            "master_port": hello.master_port,
+            "world_size": hello.num_trainer_ranks + sum(world_sizes),
+            "backend": self._settings.push_backend,
+            "plan": base64.b64encode(hello.plan).decode(),
+            "plan_hash": hello.plan_hash,
+            "timeout_s": self._settings.push_timeout_s,
+        }
+        await self._engines.init_weight_transfer([shared | {"rank_offset": offset} for offset in offsets])
+        return Welcome(num_engines=len(world_sizes))
+
+    # ---- batches -----------------------------------------------------------------------------------------------
+
+    def _num_to_issue(self, num_running: int) -> int:
+        needed = self._wanted.num_trajectories if self._wanted else self._settings.batch_trajectories
+        # What a value phase takes uses up no version, so it does not count against freshness.
+        extra = needed if self._wanted and self._wanted.phase != TRAIN_PHASE else 0
+        consumed = self._version * self._settings.batch_trajectories + self._num_unpublished
+        allowed = extra + capacity(
+            policy_version=self._version,
+            batch_trajectories=self._settings.batch_trajectories,
+            max_staleness=self._settings.max_staleness,
+            num_accepted=consumed + len(self._buffer),
+            num_running=num_running,
+        )
+        return num_to_issue(
+            capacity=allowed,
+            num_running=num_running,
+            max_in_flight=self._settings.max_in_flight,
+            num_buffered=len(self._buffer),
+            num_needed=needed,
+        )
+
+    async def _give_batch(self, request: NeedBatch) -> Batch:
+        self._check_batch_request(request)
+        self._wanted = request
+        if not self._is_dispatching:
+            self._is_dispatching = True
+            self._dispatcher.start()
+            self._token_rate.read()  # the interval of the first step begins here
+        began_s = time.monotonic()
+        try:
+            taken, num_stale = await self._wait_for_fresh(request)
+        finally:
+            self._wanted = None
+        metrics = batch_metrics(taken, request.policy_version) | {
+            "schedule/dropped_stale": float(num_stale),
+            "schedule/wait_s": time.monotonic() - began_s,
+            "schedule/buffered": float(len(self._buffer)),
+            "schedule/in_flight": float(self._dispatcher.num_running),
+            "schedule/tokens_per_s": self._token_rate.read(),
+        }
+        self._batch = _OpenBatch(request, taken, metrics)
+        self._ledger.take(self._batch.prompt_ids, phase=request.phase, step=request.step)
+        if request.phase == TRAIN_PHASE:
+            self._num_unpublished += len(taken)
+        self._dispatcher.fill()
+        return Batch(step=request.step, trajectories=taken, metrics=metrics)
+
+    async def _wait_for_fresh(self, request: NeedBatch) -> tuple[list[Trajectory], int]:
+        num_stale = 0
+        while True:
+            if len(self._buffer) >= request.num_trajectories:
+                taken, stale = self._buffer.take(
+                    request.num_trajectories, request.policy_version, self._settings.max_staleness
+                )
+                for trajectory in stale:
+                    self._ledger.drop(trajectory.prompt.prompt_id, STALE)
+                num_stale += len(stale)
+                if taken:
+                    return taken, num_stale
+            self._observer.waited(request.phase, len(self._buffer), request.num_trajectories)
+            self._dispatcher.fill()
+            if self._dispatcher.is_exhausted and self._dispatcher.num_running == 0:
+                raise DataError(
+                    f"the training prompts ran out: step {request.step} ({request.phase}) needs "
+                    f"{request.num_trajectories} trajectories and {len(self._buffer)} are left; "
+                    "give more prompts or lower run.steps"
+                )
+            if not await self._buffer.arrival(self._settings.batch_timeout_s):
+                raise ProtocolError(
+                    f"no episode ended within schedule.batch_timeout_s = {self._settings.batch_timeout_s:.0f} while "
+                    f"step {request.step} ({request.phase}) waited: {len(self._buffer)} of "
+                    f"{request.num_trajectories} trajectories are ready, {self._dispatcher.num_running} episodes run"
+                )
+
+    def _check_batch_request(self, request: NeedBatch) -> None:
+        if self._hello is None or self._push is not None or self._batch is not None:
+            raise ProtocolError(f"NeedBatch of step {request.step} came before Hello, during a push, or before the "
+                                "StepReport of the step before")
+        if request.num_trajectories < 1:
+            raise ProtocolError(f"NeedBatch of step {request.step} asks for {request.num_trajectories} trajectories")
+        if request.policy_version != self._version:
+            raise ProtocolError(f"step {request.step} trains version {request.policy_version}, but the engines hold "
+                                f"version {self._version}; push it first")
+
+    def _mark_batch(self, report: StepReport) -> Ack:
+        batch = self._batch
+        if batch is None or (report.step, report.phase) != (batch.request.step, batch.request.phase):
+            raise ProtocolError(f"StepReport of step {report.step} ({report.phase}) belongs to no open batch")
+        if report.policy_version != self._version:
+            raise ProtocolError(f"after step {report.step} the trainer holds version {report.policy_version}, "
+                                f"but the engines hold {self._version}")
+        if report.is_trained:
+            self._ledger.train(batch.prompt_ids)
+            self._count_trained(batch)
+        else:
+            for prompt_id in batch.prompt_ids:
+                self._ledger.drop(prompt_id, NO_SIGNAL)
+        self._num_unpublished = 0
+        return Ack()
+
+    def _count_trained(self, batch: _OpenBatch) -> None:
+        self._totals.lag_max = max(self._totals.lag_max, int(batch.metrics["lag/max"]))
+        num_tokens = sum(trajectory.num_action_tokens for trajectory in batch.trajectories)
+        self._totals.num_trained_tokens += num_tokens
+        self._totals.num_trained_tokens_lag_ge1 += round(num_tokens * batch.metrics["lag/share_ge1"])
+
+    async def _close_batch(self, report: StepReport) -> None:
+        """Write down a step that the trainer already left behind."""
+        batch, self._batch = self._batch, None
+        self._dispatcher.fill()
+        await asyncio.to_thread(self._observer.stepped, report, batch.metrics | report.metrics, batch.trajectories)
+
+    # ---- pushes ------------------------------------------------------------------------------------------------
+
+    async def _open_push(self, request: PushRequest) -> PushGo:
+        self._check_push_request(request)
+        self._totals.num_pushes += 1
+        self._totals.ids_in_flight_at_pushes.update(self._dispatcher.running_ids)
+        self._push = Push(
+            self._engines,
+            policy_version=request.policy_version,
+            plan_hash=self._hello.plan_hash,
+            timeout_s=self._settings.push_timeout_s,
+            on_failure=self._fail,
+        )
+        await self._push.open()  # if it fails, `run` ends the push
+        return PushGo(policy_version=request.policy_version)
+
+    async def _close_push(self, sent: PushSent) -> PushDone:
+        if self._push is None or self._push.policy_version != sent.policy_version:
+            raise ProtocolError(f"PushSent of version {sent.policy_version} belongs to no open push")
+        try:
+            await self._push.close()
+        finally:
+            metrics = await self._end_push()
+        self._version = sent.policy_version
+        self._num_unpublished = 0
+        self._dispatcher.fill()
+        return PushDone(policy_version=sent.policy_version, metrics=metrics)
+
+    async def _end_push(self, *, suppress_errors: bool = False) -> dict[str, float]:
+        push, self._push = self._push, None
+        if push is None:
+            return {}
+        try:
+            return await push.end()
+        except SaoError:
+            if not suppress_errors:
+                raise
+            log.exception("engines could not be resumed")
+            return {}
+
+    def _check_push_request(self, request: PushRequest) -> None:
+        if self._hello is None or self._push is not None:
+            raise ProtocolError(f"PushRequest of version {request.policy_version} came before Hello or during a push")
+        # Before the first episode a trainer may publish the version it starts with: engines may hold other weights.
+        lowest = self._version + 1 if self._is_dispatching else self._hello.policy_version
+        if request.policy_version < lowest:
+            raise ProtocolError(f"version {request.policy_version} cannot be pushed: versions only grow, the next one "
+                                f"is {lowest}")
+
+    # ---- evaluation --------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, request: EvalRequest) -> EvalResult:
+        if self._hello is None or self._push is not None:
+            raise ProtocolError(f"EvalRequest {request.name} came before Hello or during a push")
+        if self._version < self._hello.policy_version:
+            raise ProtocolError(f"EvalRequest {request.name} is about version {self._hello.policy_version}, but the "
+                                f"engines hold version {self._version}; push it first")
+        episodes = await self._play_held_out(request.name)
+        trajectories = [episode for episode in episodes if episode is not None]
+        rewards = [0.0 if episode is None else episode.reward for episode in episodes]
+        result = EvalResult(
+            name=request.name,
+            pass_rate=pass_rate(rewards),
+            mean_reward=sum(rewards) / len(rewards),
+            num_episodes=len(rewards),
+        )
+        await asyncio.to_thread(self._observer.evaluated, result, self._version, trajectories)
+        return result
+
+    async def _play_held_out(self, name: str) -> list[Trajectory | None]:
+        """All held-out episodes; None = it could not be scored, which counts as reward 0."""
+        slots = asyncio.Semaphore(self._settings.max_in_flight)
+
+        async def play(prompt: Prompt) -> Trajectory | None:
+            async with slots:
+                try:
+                    return await self._run_episode(prompt)
+                except Unscored:
+                    return None
+
+        episodes = [asyncio.create_task(play(prompt)) for prompt in self._eval_prompts]
+        running = set(episodes)
+        try:
+            while running:
+                done, running = await asyncio.wait(
+                    running, timeout=self._settings.batch_timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    raise ProtocolError(
+                        f"no held-out episode of evaluation {name} ended within schedule.batch_timeout_s = "
+                        f"{self._settings.batch_timeout_s:.0f}; {len(running)} of {len(episodes)} still run"
+                    )
+                for episode in done:
+                    episode.result()  # raises what the episode raised
+                self._observer.waited(f"eval {name}", len(episodes) - len(running), len(episodes))
+        finally:
+            for episode in running:
+                episode.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        return [episode.result() for episode in episodes]
+
+    # ---- summary -----------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """What the run did, JSON-able. Raises ProtocolError when the ledger does not balance."""
+        counts = self._ledger.check()
+        totals = self._totals
+        lost = totals.ids_in_flight_at_pushes & self._dispatcher.failed_ids
+        open_ids = {i for i in totals.ids_in_flight_at_pushes if self._ledger.state(i) == IN_FLIGHT} - lost
+        return {
+            "issued": counts.issued,
+            "trained": counts.trained,
+            "dropped": counts.dropped,
+            "dropped_by_reason": counts.dropped_by_reason,
+            # At the end of a run everything on the way is in flight; where exactly, is said apart.
+            "in_flight": counts.in_flight + counts.buffered + counts.training,
+            "in_flight_running": counts.in_flight,
+            "in_flight_buffered": counts.buffered,
+            "in_flight_training": counts.training,
+            "policy_version": self._version,
+            "num_pushes": totals.num_pushes,
+            "lag_max": totals.lag_max,
+            "trained_action_tokens": totals.num_trained_tokens,
+            "trained_action_tokens_lag_ge1": totals.num_trained_tokens_lag_ge1,
+            "trajectories_across_pushes": self._dispatcher.num_across_pushes,
+            "requests_in_flight_at_pushes": len(totals.ids_in_flight_at_pushes),
+            "requests_finished_after_pushes": len(totals.ids_in_flight_at_pushes) - len(open_ids) - len(lost),
+            "requests_still_running": len(open_ids),
+            "requests_lost_by_pushes": len(lost),
+            "result": totals.result,
+        }
