@@ -53,6 +53,7 @@ from megatron_sao.transport.channel import SchedulerChannel
 log = logging.getLogger(__name__)
 
 TRAIN_PHASE = "train"  # the one phase whose steps move the version
+PRETRAIN_PHASE = "value_pretrain"  # one batch, many updates: each sends a StepReport, the next request closes the batch
 GOODBYE_REASON = "finished"  # anything else is an error of the trainer
 
 
@@ -90,6 +91,8 @@ class _OpenBatch:
     request: NeedBatch
     trajectories: list[Trajectory]
     metrics: dict[str, float]
+    num_reports: int = 0
+    was_trained: bool = False
 
     @property
     def prompt_ids(self) -> list[str]:
@@ -186,10 +189,11 @@ class Scheduler:
             # After Hello the trainer may compute for as long as it needs: its heartbeat is what is watched.
             message = await self._unless_failed(self._next_message(timeout_s))
             timeout_s = None
+            batch = self._batch
             answer = await self._unless_failed(self._answer_to(message))
             await self._channel.answer(answer)
             if isinstance(message, StepReport):
-                await self._unless_failed(self._close_batch(message))
+                await self._unless_failed(self._write_down(message, batch))
             if isinstance(message, Goodbye):
                 self._totals.result = message.result
                 if message.reason != GOODBYE_REASON:
@@ -203,6 +207,8 @@ class Scheduler:
             raise ProtocolError(f"no trainer said Hello within {timeout_s:.0f} s") from error
 
     async def _answer_to(self, message: TrainerMessage) -> SchedulerMessage:
+        if not isinstance(message, StepReport) and self._batch and self._batch.request.phase == PRETRAIN_PHASE:
+            self._settle_batch()
         match message:
             case Hello():
                 return await self._welcome(message)
@@ -215,7 +221,7 @@ class Scheduler:
             case EvalRequest():
                 return await self._evaluate(message)
             case StepReport():
-                return self._mark_batch(message)
+                return self._take_report(message)
             case Goodbye():
                 return Ack()
 
@@ -359,21 +365,31 @@ class Scheduler:
             raise ProtocolError(f"step {request.step} trains version {request.policy_version}, but the engines hold "
                                 f"version {self._version}; push it first")
 
-    def _mark_batch(self, report: StepReport) -> Ack:
+    def _take_report(self, report: StepReport) -> Ack:
         batch = self._batch
-        if batch is None or (report.step, report.phase) != (batch.request.step, batch.request.phase):
+        is_expected = batch is not None and report.phase == batch.request.phase
+        if not is_expected or (report.step != batch.request.step and report.phase != PRETRAIN_PHASE):
             raise ProtocolError(f"StepReport of step {report.step} ({report.phase}) belongs to no open batch")
         if report.policy_version != self._version:
             raise ProtocolError(f"after step {report.step} the trainer holds version {report.policy_version}, "
                                 f"but the engines hold {self._version}")
-        if report.is_trained:
+        batch.num_reports += 1
+        batch.was_trained |= report.is_trained
+        if report.phase != PRETRAIN_PHASE:
+            self._settle_batch()
+        return Ack()
+
+    def _settle_batch(self) -> None:
+        """Enter into the ledger what became of the open batch. Without any report it stays in flight."""
+        batch, self._batch = self._batch, None
+        self._num_unpublished = 0
+        if batch.was_trained:
             self._ledger.train(batch.prompt_ids)
             self._count_trained(batch)
-        else:
+        elif batch.num_reports:
             for prompt_id in batch.prompt_ids:
                 self._ledger.drop(prompt_id, NO_SIGNAL)
-        self._num_unpublished = 0
-        return Ack()
+        self._dispatcher.fill()
 
     def _count_trained(self, batch: _OpenBatch) -> None:
         self._totals.lag_max = max(self._totals.lag_max, int(batch.metrics["lag/max"]))
@@ -381,11 +397,11 @@ class Scheduler:
         self._totals.num_trained_tokens += num_tokens
         self._totals.num_trained_tokens_lag_ge1 += round(num_tokens * batch.metrics["lag/share_ge1"])
 
-    async def _close_batch(self, report: StepReport) -> None:
-        """Write down a step that the trainer already left behind."""
-        batch, self._batch = self._batch, None
-        self._dispatcher.fill()
-        await asyncio.to_thread(self._observer.stepped, report, batch.metrics | report.metrics, batch.trajectories)
+    async def _write_down(self, report: StepReport, batch: _OpenBatch) -> None:
+        """Hand a step to the observer, after the trainer has its answer. A batch is shown with its first report."""
+        is_first = batch.num_reports == 1
+        metrics = (batch.metrics if is_first else {}) | report.metrics
+        await asyncio.to_thread(self._observer.stepped, report, metrics, batch.trajectories if is_first else [])
 
     # ---- pushes ------------------------------------------------------------------------------------------------
 
