@@ -1,6 +1,7 @@
 """The command line that all commands share: `[CONFIG] [--section.key value ...] [--switch ...]`.
 
-Reading it touches no file and imports nothing heavy; `run_command` is the one place where an error becomes an exit code.
+Reading it touches no file and imports nothing heavy; `run_command` is the one place where an error becomes an exit
+code.
 """
 
 import difflib

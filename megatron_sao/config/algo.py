@@ -1,6 +1,7 @@
 """[algo]: what one step computes (the equations stand in megatron_sao/algo).
 
-`arm` names a whole experiment; arms.py lists the values that each name stands for. The trainer reads only those values, never the name.
+`arm` names a whole experiment; arms.py lists the values that each name stands for. The trainer reads only those
+values, never the name.
 """
 
 from typing import Any, Literal
@@ -29,7 +30,9 @@ class DomainBounds(Section):
 class Algo(Section):
     arm: str = Field("sao", description="the experiment: SAO, one of its ablations or a control; see config/arms.py")
     loss: Literal["dis", "one_sided", "ppo_clip"] = Field("dis", description="policy loss")
-    baseline: Literal["value", "group", "running_mean"] = Field("value", description="what advantages are measured against")
+    baseline: Literal["value", "group", "running_mean"] = Field(
+        "value", description="what advantages are measured against"
+    )
     gae: Literal["skip_observation", "plain"] = Field(
         "skip_observation", description="step over observation tokens, or take them for steps"
     )

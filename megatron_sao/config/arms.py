@@ -1,7 +1,8 @@
 """The experiments that `algo.arm` can name, as the values each stands for.
 
-Naming an arm sets its values. A value written beside it in the same place (the file, or the command line) must agree: an arm never
-silently changes what was written, and is never silently something else than its name says. An arm on the command line overrides the file.
+Naming an arm sets its values. A value written beside it in the same place (the file, or the command line) must
+agree: an arm never silently changes what was written, and is never silently something else than its name says. An
+arm on the command line overrides the file.
 """
 
 from typing import Any

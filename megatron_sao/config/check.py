@@ -1,7 +1,8 @@
 """How the sections of a configuration must fit together, and how they must fit a world of ranks.
 
-Each check takes the sections it needs and yields faults; it runs as soon as those sections are sound by themselves, so that one
-report holds the faults of single fields and of their combinations alike. How they fit a model stands in model_fit.py.
+Each check takes the sections it needs and yields faults; it runs as soon as those sections are sound by themselves,
+so that one report holds the faults of single fields and of their combinations alike. How they fit a model stands in
+model_fit.py.
 """
 
 import inspect
@@ -39,8 +40,8 @@ def check_world_size(cfg: Config, world_size: int) -> None:
     p = cfg.parallel
     if p.world_size != world_size:
         raise ConfigError(
-            f"parallel.tp * pp * cp * dp = {p.tp} * {p.pp} * {p.cp} * {p.dp} = {p.world_size}, but the trainer was started with "
-            f"{world_size} ranks; start {p.world_size} or change [parallel]"
+            f"parallel.tp * pp * cp * dp = {p.tp} * {p.pp} * {p.cp} * {p.dp} = {p.world_size}, but the trainer was"
+            f" started with {world_size} ranks; start {p.world_size} or change [parallel]"
         )
 
 
@@ -110,8 +111,9 @@ def _in_flight_is_useful(schedule: Schedule, sampling: Sampling) -> Iterator[str
     fresh = (s.max_staleness + 1) * s.batch_trajectories
     if s.max_in_flight > fresh:
         yield (
-            f"schedule.max_in_flight = {s.max_in_flight} is more than (max_staleness + 1) * batch_trajectories = "
-            f"({s.max_staleness} + 1) * {s.batch_trajectories} = {fresh}: the rest would end too stale to train on; use {fresh} or less"
+            f"schedule.max_in_flight = {s.max_in_flight} is more than (max_staleness + 1) * batch_trajectories ="
+            f" ({s.max_staleness} + 1) * {s.batch_trajectories} = {fresh}: the rest would end too stale to train on;"
+            f" use {fresh} or less"
         )
     if 0 < s.max_in_flight < sampling.rollouts_per_prompt:
         yield (
@@ -123,7 +125,10 @@ def _in_flight_is_useful(schedule: Schedule, sampling: Sampling) -> Iterator[str
 def _ports_are_free_of_each_other(engine: Engine, schedule: Schedule) -> Iterator[str]:
     last = engine.port + engine.count - 1
     if engine.port and last > 65535:
-        yield f"engine.port = {engine.port} with engine.count = {engine.count} ends at port {last}; the last port is 65535"
+        yield (
+            f"engine.port = {engine.port} with engine.count = {engine.count} ends at port {last}; the last port is"
+            " 65535"
+        )
     if engine.port and engine.port <= schedule.port <= last:
         yield f"schedule.port = {schedule.port} is one of the engines' ports {engine.port} to {last}; choose another"
 
@@ -138,7 +143,10 @@ def _arm_means_what_it_says(algo: Algo, sampling: Sampling, value: Value) -> Ite
         # Any group will do for a group arm: 8 is only what it sets.
         is_other_group_size = path == "sampling.rollouts_per_prompt" and meant > 1 and found > 1
         if found != meant and not is_other_group_size:
-            yield f"algo.arm = {algo.arm!r} means {path} = {meant!r}, but it is {found!r}; leave {path} out or choose another arm"
+            yield (
+                f"algo.arm = {algo.arm!r} means {path} = {meant!r}, but it is {found!r}; leave {path} out or choose"
+                " another arm"
+            )
 
 
 def _value_model_can_learn(value: Value) -> Iterator[str]:
@@ -147,7 +155,10 @@ def _value_model_can_learn(value: Value) -> Iterator[str]:
     for name in Groups.model_fields:
         group = getattr(value.groups, name)
         if not group.trained and group.lr_multiplier != 1.0:
-            yield f"value.groups.{name}.lr_multiplier = {group.lr_multiplier} has no effect: the group is frozen; set trained = true or leave it out"
+            yield (
+                f"value.groups.{name}.lr_multiplier = {group.lr_multiplier} has no effect: the group is frozen; set"
+                " trained = true or leave it out"
+            )
 
 
 def _value_loss_is_whole(value: Value) -> Iterator[str]:
@@ -160,16 +171,17 @@ def _value_loss_is_whole(value: Value) -> Iterator[str]:
 def _value_stages_can_run(value: Value) -> Iterator[str]:
     if value.warmup_until_explained_variance and not value.warmup_steps:
         yield (
-            f"value.warmup_until_explained_variance = {value.warmup_until_explained_variance} needs value.warmup_steps > 0: "
-            "that is the most the warm-up may take"
+            f"value.warmup_until_explained_variance = {value.warmup_until_explained_variance} needs value.warmup_steps"
+            " > 0: that is the most the warm-up may take"
         )
     if value.pretrain_trajectories:
         held_out = num_pretrain_holdout(value)
         left = value.pretrain_trajectories - held_out
         if left < value.pretrain_batch_trajectories:
             yield (
-                f"value.pretrain_trajectories = {value.pretrain_trajectories} less {held_out} held out leaves {left}, fewer than "
-                f"value.pretrain_batch_trajectories = {value.pretrain_batch_trajectories}; raise the first or lower the last"
+                f"value.pretrain_trajectories = {value.pretrain_trajectories} less {held_out} held out leaves {left},"
+                f" fewer than value.pretrain_batch_trajectories = {value.pretrain_batch_trajectories}; raise the first"
+                " or lower the last"
             )
 
 

@@ -19,7 +19,7 @@ def describe(cfg: Config) -> str:
 
 
 def max_in_flight(cfg: Config) -> int:
-    """Episodes that may run at the same time: as asked for, else the engines' slots; never more than can be trained fresh."""
+    """Episodes that may run at the same time: as asked for, else the engines' slots within freshness."""
     fresh = (cfg.schedule.max_staleness + 1) * cfg.schedule.batch_trajectories
     return cfg.schedule.max_in_flight or min(fresh, cfg.engine.count * cfg.engine.max_num_seqs)
 
@@ -34,7 +34,9 @@ def _explained_numbers(cfg: Config) -> dict[str, tuple[int, str]]:
     has_value_model = cfg.algo.baseline == "value"
     warmup = cfg.value.warmup_steps if has_value_model else 0
     pretrain = cfg.value.pretrain_trajectories if has_value_model else 0
-    pretrain_batches = _ceil(pretrain - num_pretrain_holdout(cfg.value), cfg.value.pretrain_batch_trajectories) if pretrain else 0
+    pretrain_batches = (
+        _ceil(pretrain - num_pretrain_holdout(cfg.value), cfg.value.pretrain_batch_trajectories) if pretrain else 0
+    )
     tokens_bound = batch * cfg.sampling.max_trajectory_tokens
     value_updates = (warmup + cfg.run.steps) * cfg.value.updates_per_step if has_value_model else 0
     return {
@@ -46,10 +48,15 @@ def _explained_numbers(cfg: Config) -> dict[str, tuple[int, str]]:
         "prompts_per_step": (batch // cfg.sampling.rollouts_per_prompt, "different prompts among them"),
         "trajectories_per_model_copy": (_ceil(batch, p.dp), "of a step, at most"),
         "tokens_per_step_bound": (tokens_bound, "if every trajectory had max_trajectory_tokens"),
-        "micro_batches_bound": (_ceil(tokens_bound, p.dp * p.micro_batch_tokens), "of a model copy in a step, about, for that many tokens"),
+        "micro_batches_bound": (
+            _ceil(tokens_bound, p.dp * p.micro_batch_tokens),
+            "of a model copy in a step, about, for that many tokens",
+        ),
         "max_in_flight": (max_in_flight(cfg), "episodes that run at the same time"),
-        "max_lag": (cfg.schedule.max_staleness, "pushes between a trained token and the step that trains it"),
-        "pretrain_holdout_trajectories": (num_pretrain_holdout(cfg.value) if pretrain else 0, "kept to measure explained variance"),
+        "pretrain_holdout_trajectories": (
+            num_pretrain_holdout(cfg.value) if pretrain else 0,
+            "kept to measure explained variance",
+        ),
         "pretrain_updates": (cfg.value.pretrain_epochs * pretrain_batches, "of the value model, before the first step"),
         "value_updates": (value_updates, "(warm-up steps + steps) * updates_per_step, at most"),
         "policy_updates": (cfg.run.steps, "each followed by a push to the engines"),

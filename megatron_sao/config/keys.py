@@ -1,7 +1,7 @@
 """The keys that a configuration can have, and what a mistaken key was probably meant to be.
 
-A key is its dotted path ("value.groups.head.trained"). Everything here is read off the section classes, so that there is no second
-list to keep.
+A key is its dotted path ("value.groups.head.trained"). Everything here is read off the section classes, so that
+there is no second list to keep.
 """
 
 import difflib

@@ -1,7 +1,7 @@
 """From a TOML file and the command line to a checked `Config`.
 
-Layers, later ones win: defaults < the file's arm < the file < the command line's arm < the command line. Every fault of every layer is
-reported in one ConfigError; nothing is dropped, guessed or converted.
+Layers, later ones win: defaults < the file's arm < the file < the command line's arm < the command line. Every
+fault of every layer is reported in one ConfigError; nothing is dropped, guessed or converted.
 """
 
 import re
@@ -26,15 +26,17 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Confi
 
     Args:
         path: TOML file; None = defaults only.
-        overrides: "section.key=value" (leading "--" allowed). A value is read as TOML (`3`, `true`, `[1, 2]`, `"text"`); what is not
-            TOML is text, and the value of a text field is taken as it stands.
+        overrides: "section.key=value" (leading "--" allowed). A value is read as TOML (`3`, `true`, `[1, 2]`, `"text"`);
+            what is not TOML is text, and the value of a text field is taken as it stands.
     Raises:
         ConfigError: with every fault found, one a line.
     """
     faults: list[str] = []
     file_tree = _read_toml(Path(path)) if path is not None else {}
     command_tree, command_paths = _parse_overrides(overrides, faults)
-    tree = _merge(_with_arm(file_tree), _with_arm(command_tree))
+    if _arm(command_tree) is None:  # else the file's arm is replaced as a whole
+        file_tree = _with_arm(file_tree)
+    tree = _merge(file_tree, _with_arm(command_tree))
     origin = _Origin(path, command_paths)
     faults += [f"{unknown_key_fault(key)} ({origin(key)})" for key in _unknown_keys(tree, Config, "")]
     sections, value_faults = _build_sections(tree, origin)
@@ -120,10 +122,14 @@ def _insert(tree: Tree, names: list[str], value: Any) -> bool:
 # ---- layers ----------------------------------------------------------------------------------------------------
 
 
-def _with_arm(tree: Tree) -> Tree:
-    """The tree on top of the values that its own algo.arm stands for (an unknown arm is reported later, by its field)."""
+def _arm(tree: Tree) -> Any:
     algo = tree.get("algo")
-    arm = algo.get("arm") if isinstance(algo, dict) else None
+    return algo.get("arm") if isinstance(algo, dict) else None
+
+
+def _with_arm(tree: Tree) -> Tree:
+    """The tree on top of the values that its own algo.arm stands for (the field itself reports an unknown arm)."""
+    arm = _arm(tree)
     below: Tree = {}
     for path, value in ARMS.get(arm, {}).items() if isinstance(arm, str) else ():
         _insert(below, path.split("."), value)

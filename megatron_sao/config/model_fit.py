@@ -1,7 +1,8 @@
 """How a model's shape must fit the layout of the trainer and of the engines.
 
-Rules: every split is even. Key/value heads are not replicated (tp must divide them; MLA has none to split). Pipeline stages hold equally
-many layers. A shape is described by the fields of a Hugging Face config.json, whatever the model's family.
+Rules: every split is even. Key/value heads are not replicated (tp must divide them; MLA has none to split).
+Pipeline stages hold equally many layers. A shape is described by the fields of a Hugging Face config.json, whatever
+the model's family.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from megatron_sao.config.parallel import Parallel
 from megatron_sao.config.warm_start import WarmStart
 from megatron_sao.errors import ConfigError
 
+_LARGEST_ADVICE = 1024  # larger splits are not suggested
 _EXPERT_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts")  # GLM and DeepSeek; Qwen; others
 
 
@@ -26,7 +28,9 @@ def check_model_fits(cfg: Config, hf_config: Mapping[str, Any]) -> None:
     if len(faults) == 1:
         raise ConfigError(faults[0])
     if faults:
-        raise ConfigError("\n  ".join([f"{len(faults)} reasons why the model does not fit the configuration:", *faults]))
+        raise ConfigError(
+            "\n  ".join([f"{len(faults)} reasons why the model does not fit the configuration:", *faults])
+        )
 
 
 def demonstration_model_faults(warm_start: WarmStart, parallel: Parallel, engine: Engine) -> list[str]:
@@ -64,7 +68,8 @@ def _faults(parallel: Parallel, engine: Engine, shape: Mapping[str, Any], names:
     longest = shape.get("max_position_embeddings")
     if isinstance(longest, int) and engine.max_model_len > longest:
         faults.append(
-            f"engine.max_model_len = {engine.max_model_len} is more than {called('max_position_embeddings')} = {longest}; lower it"
+            f"engine.max_model_len = {engine.max_model_len} is more than {called('max_position_embeddings')} ="
+            f" {longest}; lower it"
         )
     return faults
 
@@ -92,5 +97,6 @@ def _expert_field(shape: Mapping[str, Any]) -> str | None:
 
 
 def _does_not_divide(axis: str, size: int, field: str, number: int) -> str:
-    divisors = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return f"{axis} = {size} does not divide {field} = {number}; use {' or '.join(filter(None, (', '.join(divisors[:-1]), divisors[-1])))}"
+    divisors = [str(n) for n in range(1, min(number, _LARGEST_ADVICE) + 1) if number % n == 0]
+    advice = " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
+    return f"{axis} = {size} does not divide {field} = {number}; use {advice}"

@@ -1,7 +1,8 @@
 """[parallel]: how the trainer's ranks share a model.
 
-world = tp * pp * cp * dp. Experts are laid out over the same ranks: etp * ep of them hold one copy of the experts of a stage, so
-etp * ep divides tp * cp * dp. Sequence parallelism is on whenever tp > 1 (Megatron demands it for experts).
+world = tp * pp * cp * dp. Experts are laid out over the same ranks: etp * ep of them hold one copy of the experts
+of a stage, so etp * ep divides tp * cp * dp. Sequence parallelism is on whenever tp > 1 (Megatron demands it for
+experts).
 """
 
 from pydantic import Field

@@ -8,6 +8,8 @@ from megatron_sao.config.section import Section
 
 
 class Push(Section):
-    bucket_bytes: int = Field(64 * 2**20, ge=1, description="largest message; a tensor that is larger travels in slices")
+    bucket_bytes: int = Field(
+        64 * 2**20, ge=1, description="largest message; a tensor that is larger travels in slices"
+    )
     timeout_s: float = Field(120.0, gt=0, description="time one push may take")
     backend: Literal["gloo", "nccl"] = Field("gloo", description="gloo between CPUs, nccl between GPUs")

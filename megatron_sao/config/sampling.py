@@ -1,7 +1,7 @@
 """[sampling]: how the sampler writes tokens.
 
-The learner scores tokens at the sampling temperature over the full vocabulary, so a sampler that cuts its support (top_p < 1, top_k)
-gives ratios that are not 1 for equal weights: both fields exist to be refused with that reason.
+The learner scores tokens at the sampling temperature over the full vocabulary, so a sampler that cuts its support
+(top_p < 1, top_k) gives ratios that are not 1 for equal weights: both fields exist to be refused with that reason.
 """
 
 from pydantic import Field, field_validator
@@ -9,7 +9,8 @@ from pydantic import Field, field_validator
 from megatron_sao.config.section import Section
 
 _FULL_SUPPORT = (
-    "the learner scores tokens over the full vocabulary, so a cut support makes importance ratios wrong even for equal weights"
+    "the learner scores tokens over the full vocabulary, so a cut support makes importance ratios wrong even for equal"
+    " weights"
 )
 
 
@@ -19,7 +20,9 @@ class Sampling(Section):
     top_k: int = Field(0, description="must be 0 (full support)")
     max_tokens_per_turn: int = Field(32, ge=1, description="action tokens of one turn, at most")
     max_turns: int = Field(4, ge=1, description="turns of an episode, at most")
-    max_trajectory_tokens: int = Field(128, ge=2, description="tokens of a trajectory, prompt and observations included")
+    max_trajectory_tokens: int = Field(
+        128, ge=2, description="tokens of a trajectory, prompt and observations included"
+    )
     rollouts_per_prompt: int = Field(1, ge=1, description="1 for SAO; a group of 2 or more for the GRPO arms")
 
     @field_validator("top_p")

@@ -1,7 +1,8 @@
 """What every section of the configuration has in common.
 
-Invariants: types are strict (true is not 1, "3" is not 3, 3.0 is not 3; an integer is a number), an unknown key is a fault, numbers
-are finite, a section never changes once built. Every field says in its description what it is, its unit and its special values.
+Invariants: types are strict (true is not 1, "3" is not 3, 3.0 is not 3; an integer is a number), an unknown key is
+a fault, numbers are finite, a section never changes once built. Every field says in its description what it is, its
+unit and its special values.
 """
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -16,7 +16,9 @@ class Task(Section):
     on_bad_line: Literal["error", "skip"] = Field("error", description="a malformed line: stop, or skip and count it")
     num_train_prompts: int = Field(0, ge=0, description="different training prompts; 0 = as many as there are")
     num_eval_prompts: int = Field(256, ge=1, description="held-out prompts of one evaluation")
-    reward_key: str = Field("", description="entry to use where an environment's reward is a table; empty = it is a number")
+    reward_key: str = Field(
+        "", description="entry to use where an environment's reward is a table; empty = it is a number"
+    )
 
     @field_validator("params")
     @classmethod
@@ -37,4 +39,6 @@ def _refuse_non_json(value: Any, where: str) -> None:
         raise ValueError(f"must hold finite numbers only, entry {where.lstrip('.')} is {value}")
     elif not isinstance(value, str | int | float):  # bool is an int
         kind = type(value).__name__
-        raise ValueError(f"must hold text, numbers, true / false, lists and tables, entry {where.lstrip('.')} is a {kind}")
+        raise ValueError(
+            f"must hold text, numbers, true / false, lists and tables, entry {where.lstrip('.')} is a {kind}"
+        )

@@ -46,7 +46,9 @@ class Value(Optimizer):
     hl_gauss_min: float = Field(-0.5, description="loss hl_gauss: lowest value")
     hl_gauss_max: float = Field(1.5, description="loss hl_gauss: highest value")
     hl_gauss_sigma: float = Field(0.03, gt=0, description="loss hl_gauss: deviation of a target, in units of the value")
-    pretrain_trajectories: int = Field(0, ge=0, description="trajectories of the frozen policy to pretrain on; 0 = none")
+    pretrain_trajectories: int = Field(
+        0, ge=0, description="trajectories of the frozen policy to pretrain on; 0 = none"
+    )
     pretrain_epochs: int = Field(1, ge=1, description="passes over them")
     pretrain_batch_trajectories: int = Field(64, ge=1, description="trajectories of one pretraining update")
     pretrain_holdout: float = Field(0.1, gt=0, lt=1, description="share of them kept to measure explained variance on")

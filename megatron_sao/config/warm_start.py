@@ -10,12 +10,16 @@ class WarmStart(Section):
     steps: int = Field(130, ge=0, description="supervised steps on demonstrations")
     batch: int = Field(64, ge=1, description="demonstration episodes of one supervised step")
     lr: float = Field(2e-3, gt=0, description="learning rate of the supervised steps")
-    cache_folder: str = Field("", description="where finished models are kept, by content; empty = the user's cache folder")
+    cache_folder: str = Field(
+        "", description="where finished models are kept, by content; empty = the user's cache folder"
+    )
     layers: int = Field(4, ge=1, description="transformer layers")
     hidden: int = Field(64, ge=1, description="width of the residual stream")
     heads: int = Field(4, ge=1, description="attention heads")
     kv_heads: int = Field(2, ge=1, description="key/value heads; must divide heads")
-    head_dim: int = Field(32, ge=2, multiple_of=2, description="width of one head; vLLM on a CPU needs a multiple of 32")
+    head_dim: int = Field(
+        32, ge=2, multiple_of=2, description="width of one head; vLLM on a CPU needs a multiple of 32"
+    )
     experts: int = Field(8, ge=1, description="routed experts of each layer")
     top_k: int = Field(2, ge=1, description="experts that each token is sent to")
     expert_ffn: int = Field(32, ge=1, description="inner width of one expert")

@@ -1,0 +1,28 @@
+"""The configurations that come with the project."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_sao.config import load_config
+from megatron_sao.config.arms import ARMS
+from megatron_sao.config.keys import leaf_keys
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_each_configuration_loads_and_says_on_what_hardware(path):
+    assert load_config(path).run.name == path.stem
+    assert path.read_text().startswith("# Hardware: ")
+    assert f"`{path.name}`" in (CONFIGS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_each_arm_is_one_field_away_from_the_main_job(arm):
+    cfg = load_config(CONFIGS / "local.toml", [f"algo.arm={arm}"])
+    assert cfg.algo.arm == arm
+
+
+def test_every_key_is_described():
+    assert [key.path for key in leaf_keys() if not key.description] == []
