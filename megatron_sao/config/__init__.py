@@ -1,6 +1,4 @@
-"""The configuration of a run: one file per section, strict, checked as a whole before anything starts. Imports nothing
-heavy.
-"""
+"""The configuration of a run: one file per section, strict, checked as a whole. Imports nothing heavy."""
 
 from megatron_sao.config.check import check_world_size
 from megatron_sao.config.config import Config

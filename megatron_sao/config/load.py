@@ -20,14 +20,17 @@ from megatron_sao.errors import ConfigError
 
 Tree = dict[str, Any]
 
+# tomllib lets two errors of its own making through: a number of thousands of digits, and brackets nested as deep.
+_NOT_TOML = (ValueError, RecursionError)
+
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
     """Reads, merges and checks a configuration.
 
     Args:
         path: TOML file; None = defaults only.
-        overrides: "section.key=value" (leading "--" allowed). A value is read as TOML (`3`, `true`, `[1, 2]`, `"text"`);
-            what is not TOML is text, and the value of a text field is taken as it stands.
+        overrides: "section.key=value", leading "--" allowed. A value is read as TOML (`3`, `true`, `[1]`, `"text"`); what
+            is not TOML is text, and the value of a text field is taken as it stands.
     Raises:
         ConfigError: with every fault found, one a line.
     """
@@ -64,7 +67,7 @@ def _read_toml(path: Path) -> Tree:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
+    except _NOT_TOML as error:
         raise ConfigError(_toml_fault(path, str(error))) from None
 
 
@@ -99,7 +102,7 @@ def _parse_value(raw: str, annotation: Any) -> Any:
     """A TOML value if it is one, else the text itself; for a text field always text (a run may be named 7)."""
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
+    except _NOT_TOML:
         return raw
     if parsed.keys() != {"value"} or (annotation is str and not isinstance(parsed["value"], str)):
         return raw

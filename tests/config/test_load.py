@@ -167,7 +167,8 @@ def test_a_text_field_takes_its_value_as_it_stands(raw, name):
 def test_types_are_strict_on_the_command_line_too():
     assert fault(None, 'run.steps="3"') == "run.steps = '3' must be an integer (on the command line)"
     assert fault(None, "run.deterministic=True").startswith("run.deterministic = 'True' must be true or false")
-    assert "must be an integer" in fault(None, "run.steps=1\nrun.seed=2")
+    for raw in ("1\nrun.seed=2", 5000 * "9", 5000 * "[", "", " "):
+        assert "must be an integer" in fault(None, f"run.steps={raw}")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,8 @@ def test_a_malformed_override_is_refused(override):
         ("[run\n", "run.toml line 1 column 5: "),
         ("[run]\nname = 'x", "run.toml at its end: "),
         ("run:\n  seed: 1\n", "run.toml line 1 column 4: "),
+        pytest.param("[run]\nseed = " + 5000 * "9", "run.toml", id="many-digits"),
+        pytest.param("[task.params]\nx = " + 5000 * "[", "run.toml", id="many-brackets"),
     ],
 )
 def test_a_broken_file_fails_with_file_and_line(write, toml, expected):
