@@ -29,8 +29,8 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Confi
 
     Args:
         path: TOML file; None = defaults only.
-        overrides: "section.key=value", leading "--" allowed. A value is read as TOML (`3`, `true`, `[1]`, `"text"`); what
-            is not TOML is text, and the value of a text field is taken as it stands.
+        overrides: "section.key=value", leading "--" allowed. A value is read as TOML (`3`, `true`, `"text"`); what is
+            not TOML is text, and the value of a text field is taken as it stands.
     Raises:
         ConfigError: with every fault found, one a line.
     """
