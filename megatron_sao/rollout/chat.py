@@ -67,9 +67,18 @@ class Chat:
         ids = action_ids[:-1] if action_ids and action_ids[-1] in self.stop_token_ids else action_ids
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def action_ids(self, text: str) -> list[int]:
-        """A written-down action as the sampler would have to produce it: for demonstrations only."""
-        return self._encode_plain(text) + [self.end_of_turn_id]
+    def action_ids(self, text: str, next_role: str = "user") -> list[int]:
+        """A written-down action as the sampler would have to produce it: for demonstrations only.
+
+        Args:
+            text: the action.
+            next_role: whose message follows; matters where the next role's marker is what ends a turn.
+        """
+        return self._encode_plain(text) + [self._markers(next_role).closing[-1]]
+
+    def check_role(self, role: str) -> None:
+        """Raise ConfigError now, not in the middle of the first episode, if `role` cannot write observations."""
+        self._markers(role)
 
     def observation_ids(self, action_ids: list[int], observation: str, role: str) -> tuple[list[int], list[int]]:
         """What follows an action in the context.

@@ -20,7 +20,8 @@ class _Script:
 
 async def demonstrate(environment: Environment, task: Task, chat: Chat) -> Trajectory:
     """The trajectory of a task solved by the environment's own demonstration (log-probs 0, version 0)."""
-    actions = [chat.action_ids(text) for text in environment.demonstration(task)]
+    *texts, answer = environment.demonstration(task)
+    actions = [chat.action_ids(text, environment.observation_role) for text in texts] + [chat.action_ids(answer)]
     prompt = Prompt(prompt_id="demonstration", environment=type(environment).__name__, domain=environment.domain,
                     task=task)
     no_limits = EpisodeSettings(max_tokens_per_turn=1 << 30, max_turns=len(actions), max_trajectory_tokens=1 << 30)

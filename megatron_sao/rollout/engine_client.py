@@ -108,7 +108,8 @@ class EngineClient:
 
     async def weight_version(self) -> int:
         """The policy_version of the weights the server now samples from."""
-        return _version_number((await self._call("GET", "/weight_info"))["weight_version"], self.unnamed_version, self.url)
+        label = (await self._call("GET", "/weight_info"))["weight_version"]
+        return _version_number(label, self.unnamed_version, self.url)
 
     async def is_paused(self) -> bool:
         return bool((await self._call("GET", "/is_paused"))["is_paused"])
@@ -182,12 +183,14 @@ def parse_sample(answer: dict[str, Any], engine: str, unnamed_version: int) -> S
         choice = answer["choices"][0]
         token_ids, stop_reason = choice["token_ids"], choice["finish_reason"]
         content = choice["logprobs"]["content"]
-        candidates = [{c["token_id"]: c["logprob"] for c in [*entry.get("top_logprobs", []), entry]} for entry in content]
+        candidates = [
+            {c["token_id"]: c["logprob"] for c in [*step.get("top_logprobs", []), step]} for step in content
+        ]
     except (KeyError, IndexError, TypeError) as error:
         raise DataError(f"the engine at {engine} answered without tokens or log-probs ({error!r}); "
                         "it must be started by this project's launcher") from error
     if stop_reason not in ("stop", "length"):
-        raise EngineError(f"the engine at {engine} ended a request with {stop_reason!r}; only stop and length are known")
+        raise EngineError(f"the engine at {engine} ended a request with {stop_reason!r}; expected stop or length")
     if not token_ids or any(type(id) is not int or id < 0 for id in token_ids):
         raise DataError(f"the engine at {engine} returned the token ids {token_ids!r}; expected one or more ids >= 0")
     return Sample(

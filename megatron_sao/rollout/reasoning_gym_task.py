@@ -64,7 +64,7 @@ class ReasoningGymTask:
     def start(self, task: Task) -> "ReasoningGymEpisode":
         number = task.get("item")
         if type(number) is not int or not 0 <= number < self.num_items:
-            raise DataError(f"the reasoning_gym task {task.get('prompt')!r} needs the number of its item under \"item\"")
+            raise DataError(f"the reasoning_gym task {task.get('prompt')!r} needs its number as \"item\"")
         return ReasoningGymEpisode(task, self)
 
     def demonstration(self, task: Task) -> list[str]:

@@ -213,3 +213,11 @@ def test_a_demonstration_is_the_episode_that_its_actions_give(prompt, chat):
     assert shown.token_ids.tolist() == played.token_ids.tolist()
     assert shown.action_mask.tolist() == played.action_mask.tolist()
     assert shown.reward == 1.0
+
+
+def test_a_demonstration_closes_its_turns_as_the_template_does(prompt, glm_chat):
+    shown = asyncio.run(demonstrate(Calculator(), prompt.task, glm_chat))
+    whole = "[gMASK]<|user|>12+34=<|assistant|>[12+34]<|observation|>46<|assistant|>46<|user|>"
+    assert glm_chat.tokenizer.decode(shown.token_ids) == whole
+    sampled = glm_chat.tokenizer.decode(shown.token_ids[shown.action_mask])
+    assert sampled == "[12+34]<|observation|>46<|user|>"

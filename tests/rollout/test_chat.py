@@ -96,8 +96,8 @@ def test_a_template_that_cannot_be_continued_is_refused(chat):
     with pytest.raises(ConfigError, match="exactly once"):
         Chat(chat.tokenizer).observation_ids([1], "2", "tool")
     chat.tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
-    with pytest.raises(ConfigError, match="no tools here"):
-        Chat(chat.tokenizer).observation_ids([1], "2", "tool")
+    with pytest.raises(ConfigError, match="tool message.*no tools here"):
+        Chat(chat.tokenizer).check_role("tool")
     chat.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
         Chat(chat.tokenizer).prompt_ids(QUESTION)

@@ -82,7 +82,8 @@ def test_spans_with_gaps_or_falling_or_odd_versions_are_refused(raw):
 
 
 @pytest.mark.parametrize("broken", [
-    {}, {"choices": []}, {"choices": [{}]}, answer(token_ids=[]), answer(token_ids=[5, -1]), answer(token_ids=[5, True]),
+    {}, {"choices": []}, {"choices": [{}]}, {"choices": None}, [],
+    answer(token_ids=[]), answer(token_ids=[5, -1]), answer(token_ids=[5, True]),
     {"choices": [{"token_ids": [5], "finish_reason": "stop", "logprobs": None}]},
     {"choices": [{"token_ids": [5], "finish_reason": "stop", "logprobs": {"content": None}}]},
     {"choices": [{"token_ids": [5], "finish_reason": "stop", "logprobs": {"content": [{"token_id": 5}]}}]},

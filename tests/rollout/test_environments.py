@@ -35,7 +35,8 @@ def test_a_call_is_answered_and_an_answer_is_scored():
         assert answer(wrong) == EnvStep(None, reward=0.0)
 
 
-@pytest.mark.parametrize("action", ["[12+34", "12+34]", "[12++34]", "[]", "x[12+34]", "[12+34][1+1]", "[12+34]46", "[["])
+@pytest.mark.parametrize("action", [
+    "[12+34", "12+34]", "[12++34]", "[]", "x[12+34]", "[12+34][1+1]", "[12+34]46", "[["])
 def test_a_malformed_call_ends_the_episode_with_nothing(action):
     assert answer(action) == EnvStep(None, reward=0.0, metrics={"malformed_calls": 1.0})
     assert answer(action, retry_malformed=True) == EnvStep("error", metrics={"malformed_calls": 1.0})
