@@ -46,20 +46,29 @@ def read_shape(hf_config: dict[str, Any]) -> ModelShape:
         num_heads=heads,
         num_kv_groups=field("num_key_value_heads"),
         head_dim=hf_config.get("head_dim") or field("hidden_size") // heads,
-        num_experts=field("num_experts") if family.endswith("_moe") else 0,
+        num_experts=_one_value(hf_config, _EXPERT_COUNT, "the number of experts") if family.endswith("_moe") else 0,
         vocab=field("vocab_size"),
         is_tied=bool(hf_config.get("tie_word_embeddings", False)),
     )
 
 
 def rope_base(hf_config: dict[str, Any]) -> float:
-    """The rotary base, from either place where transformers versions keep it.
-
-    Raises: CheckpointError when the two places disagree or both are empty: a default here trains on wrong positions.
-    """
+    """The rotary base, from either place where transformers versions keep it. Raises: as `_one_value`."""
     nested = hf_config.get("rope_parameters") or {}
-    found = {float(v) for v in (hf_config.get("rope_theta"), nested.get("rope_theta")) if v is not None}
-    if len(found) != 1:
-        said = f"two values {sorted(found)}" if found else "no value"
-        raise CheckpointError(f"config.json gives {said} for the rotary base; set rope_parameters.rope_theta to one")
-    return found.pop()
+    places = {"rope_theta": hf_config.get("rope_theta"), "rope_parameters.rope_theta": nested.get("rope_theta")}
+    return float(_one_value(places, tuple(places), "the rotary base"))
+
+
+_EXPERT_COUNT = ("num_experts", "num_local_experts")  # transformers 5 writes the second
+
+
+def _one_value(fields: dict[str, Any], names: tuple[str, ...], what: str) -> Any:
+    """The one value that stands under `names`.
+
+    Raises: CheckpointError when they disagree or all are absent: a default here would train a wrong model silently.
+    """
+    found = {name: fields[name] for name in names if fields.get(name) is not None}
+    if len(set(found.values())) != 1:
+        said = ", ".join(f"{name} = {value}" for name, value in found.items()) or "nothing"
+        raise CheckpointError(f"config.json gives {said} for {what}; it needs one of {', '.join(names)}, or equal ones")
+    return next(iter(found.values()))

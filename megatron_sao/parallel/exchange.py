@@ -7,6 +7,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def broadcast_object(value: Any, source: int = 0) -> Any:
     """`value` of rank `source`, on every rank. Collective: the whole world."""
     box = [value]
@@ -19,6 +23,13 @@ def gather_objects(value: Any) -> list[Any]:
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
     return out
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank if `flag` is true on one. Collective: the whole world."""
+    found = torch.tensor([float(flag)], device=_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
 
 
 def sum_over_data(sums: dict[str, float]) -> dict[str, float]:
@@ -39,8 +50,7 @@ def _reduce_over_data(values: dict[str, float], op: Any) -> dict[str, float]:
     packed = torch.tensor([float(values[n]) for n in names], dtype=torch.float64)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if names and group.size() > 1:
-        if torch.cuda.is_available():
-            packed = packed.cuda()
+        packed = packed.to(_device())
         dist.all_reduce(packed, op=op, group=group)
     return dict(zip(names, packed.tolist(), strict=True))
 
@@ -56,9 +66,8 @@ def from_last_stage(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> torc
     if group.size() == 1:
         assert tensor is not None
         return tensor
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-        tensor = torch.empty(shape, dtype=torch.float32, device=device)
+        tensor = torch.empty(shape, dtype=torch.float32, device=_device())
     assert tensor is not None and tuple(tensor.shape) == tuple(shape)
     tensor = tensor.contiguous()
     dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_sao.config.parallel import ParallelConfig
+from megatron_sao.config import Config, check_world_size
 from megatron_sao.errors import ConfigError
 
 
@@ -34,25 +34,19 @@ class World:
         return self.rank == 0
 
 
-def start_world(config: ParallelConfig, seed: int) -> World:
+def start_world(run_config: Config) -> World:
     """Join the torchrun world and build all process groups. Collective: every rank calls it once per process.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun sets.
     Raises: ConfigError when the world has another size than the axes ask for.
     """
-    expected = config.tp * config.pp * config.cp * config.dp
-    found = int(os.environ.get("WORLD_SIZE", 1))
-    if found != expected:
-        raise ConfigError(
-            f"torchrun started {found} ranks but parallel.tp * pp * cp * dp = {config.tp} * {config.pp} * {config.cp}"
-            f" * {config.dp} = {expected}; change [parallel] or torchrun's --nnodes / --nproc-per-node"
-        )
+    check_world_size(run_config, int(os.environ.get("WORLD_SIZE", 1)))
+    config, seed = run_config.parallel, run_config.run.seed
     if config.cp > 1:
         raise ConfigError(f"parallel.cp = {config.cp}: packed context parallelism is not available yet; use 1")
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # does nothing on a CPU
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(

@@ -1,0 +1,138 @@
+"""The packed batch and the one index rule.
+
+Shapes: N trajectories laid end to end make S packed tokens; `starts` int64 [N+1] are their cumulative lengths.
+Index rule, everywhere in this project: entry i of a per-token tensor is ABOUT token i, given the tokens before it in
+its trajectory. `logp[i]` scores token i, `value[i]` judges the prefix before token i, `advantage[i]` belongs to the
+choice of token i.
+A decoder's output at position j, however, is about token j + 1. `to_decoder` and `from_decoder` are the only two
+functions that convert between the two readings. The first token of a trajectory has no prefix: it is never an action.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from megatron_sao.errors import DataError
+from megatron_sao.records import Trajectory
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """N trajectories end to end. Every per-token tensor is [S]; off the action mask only the stated filler stands."""
+
+    token_ids: torch.Tensor  # int64
+    action_mask: torch.Tensor  # bool
+    logp_sampler: torch.Tensor  # float32; 0 off the mask
+    reward_t: torch.Tensor  # float32; 0 where no reward was given
+    lag_t: torch.Tensor  # int64; version that trains the batch minus version that wrote the token; 0 off the mask
+    turn_t: torch.Tensor  # int64
+    eps_low_t: torch.Tensor  # float32; DIS bounds of the trajectory's domain
+    eps_high_t: torch.Tensor  # float32
+    starts: torch.Tensor  # int64 [N+1]
+    is_cut: torch.Tensor  # bool [N]
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_action_tokens(self) -> int:
+        return int(self.action_mask.sum())
+
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each trajectory: int64 [N]."""
+        return self.starts.diff()
+
+    def trajectory_of_token(self) -> torch.Tensor:
+        """Number of the trajectory each token belongs to: int64 [S]."""
+        return torch.repeat_interleave(torch.arange(self.num_trajectories), self.lengths())
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        return PackedBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def select(self, numbers: Sequence[int]) -> "PackedBatch":
+        """The batch of some of its trajectories, in the given order."""
+        index = self.token_index(numbers)
+        lengths = self.lengths()[list(numbers)] if numbers else self.lengths()[:0]
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        per_token = {name: getattr(self, name)[index] for name in _PER_TOKEN}
+        return PackedBatch(**per_token, starts=starts, is_cut=self.is_cut[list(numbers)])
+
+    def token_index(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Positions in this batch of the tokens of some trajectories: int64, for gathering and scattering."""
+        bounds = self.starts.tolist()
+        spans = [torch.arange(bounds[n], bounds[n + 1]) for n in numbers]
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
+
+_PER_TOKEN = [f.name for f in fields(PackedBatch) if f.name not in ("starts", "is_cut")]
+
+
+def pack(
+    trajectories: Sequence[Trajectory], policy_version: int, bounds: Callable[[str], tuple[float, float]]
+) -> PackedBatch:
+    """Lay trajectories end to end.
+
+    Args:
+        policy_version: the version that trains this batch; lag is measured against it.
+        bounds: domain -> (eps_low, eps_high).
+    Raises: DataError when the first token of a trajectory is an action (nothing could have scored it) or a token is
+        newer than the version that trains it (negative lag).
+    """
+
+    def flat(name: str, dtype: type) -> torch.Tensor:
+        parts = [np.asarray(getattr(t, name), dtype=dtype) for t in trajectories]
+        return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype))
+
+    lengths = torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64)
+    mask = flat("action_mask", np.bool_)
+    lag = torch.where(mask, policy_version - flat("version_t", np.int64), torch.zeros((), dtype=torch.int64))
+    for trajectory in trajectories:
+        name = trajectory.prompt.prompt_id
+        if trajectory.num_tokens == 0 or trajectory.action_mask[0]:
+            raise DataError(f"trajectory {name}: it must begin with an observation token")
+        if trajectory.action_mask.any() and int(trajectory.version_t[trajectory.action_mask].max()) > policy_version:
+            raise DataError(f"trajectory {name}: written by a version newer than {policy_version}, which trains it")
+    eps = torch.tensor([bounds(t.prompt.domain) for t in trajectories], dtype=torch.float32).reshape(-1, 2)
+    return PackedBatch(
+        token_ids=flat("token_ids", np.int64),
+        action_mask=mask,
+        logp_sampler=flat("logp_sampler", np.float32),
+        reward_t=flat("reward_t", np.float32),
+        lag_t=lag,
+        turn_t=flat("turn_t", np.int64),
+        eps_low_t=torch.repeat_interleave(eps[:, 0], lengths),
+        eps_high_t=torch.repeat_interleave(eps[:, 1], lengths),
+        starts=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        is_cut=torch.tensor([t.is_cut for t in trajectories], dtype=torch.bool),
+    )
+
+
+def to_decoder(about_token: torch.Tensor, starts: torch.Tensor, fill: float | int | bool = 0) -> torch.Tensor:
+    """Per-token values -> per decoder position: y[j] = x[j + 1] inside a trajectory, `fill` at its last position.
+
+    Args:
+        about_token: [S] any dtype. starts: int64 [N+1].
+    Returns: [S], same dtype; gradient flows through.
+    """
+    moved = torch.roll(about_token, -1, dims=0)
+    return torch.where(_is_at(starts[1:] - 1, starts), torch.full_like(moved, fill), moved)
+
+
+def from_decoder(at_position: torch.Tensor, starts: torch.Tensor, fill: float | int | bool = 0) -> torch.Tensor:
+    """Decoder outputs -> per token: x[i] = y[i - 1] inside a trajectory, `fill` at its first token. See `to_decoder`."""
+    moved = torch.roll(at_position, 1, dims=0)
+    return torch.where(_is_at(starts[:-1], starts), torch.full_like(moved, fill), moved)
+
+
+def _is_at(positions: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """True at `positions` of non-empty trajectories: bool [S]."""
+    marks = torch.zeros(int(starts[-1]), dtype=torch.bool, device=starts.device)
+    marks[positions[starts.diff() > 0]] = True
+    return marks

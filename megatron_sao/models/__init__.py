@@ -1,0 +1,1 @@
+"""The policy and the value model as Megatron-Core models: built, loaded, grouped, exported."""

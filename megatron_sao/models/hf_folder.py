@@ -1,0 +1,79 @@
+"""A HF model folder on disk: opened whole or not at all, read slice by slice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_sao.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+
+class HFFolder:
+    """Config and safetensors of a model folder.
+
+    Opening checks that every shard named in the index is present and holds the tensors that the index says, before
+    anything is built. Without an index, the one file `model.safetensors` counts; other files are ignored.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"model folder {self.path} does not exist; set model.path to a HF model folder")
+        self.config: dict[str, Any] = self._json("config.json")
+        self._file_of = self._open()
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / name).read_text())
+        except FileNotFoundError:
+            raise CheckpointError(f"model folder {self.path} has no {name}") from None
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from None
+
+    def _open(self) -> dict[str, Any]:
+        if (self.path / INDEX).exists():
+            index = self._json(INDEX)["weight_map"]
+        else:
+            index = None
+        shards = sorted(set(index.values())) if index else ["model.safetensors"]
+        absent = [s for s in shards if not (self.path / s).exists()]
+        if absent:
+            raise CheckpointError(f"model folder {self.path} lacks {', '.join(absent)}: incomplete download or copy?")
+        opened, file_of = {}, {}
+        for shard in shards:
+            try:
+                opened[shard] = safe_open(str(self.path / shard), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.path / shard} cannot be read (truncated?): {error}") from None
+        for name in index or opened["model.safetensors"].keys():
+            shard = index[name] if index else "model.safetensors"
+            if name not in opened[shard].keys():
+                raise CheckpointError(f"{INDEX} says {name} is in {shard}, but that file does not hold it")
+            file_of[name] = opened[shard]
+        return file_of
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def read(self, name: str, full_shape: tuple[int, ...], dim: int, start: int, length: int) -> torch.Tensor:
+        """[start, start + length) along `dim` of a tensor of the expected full shape; only those bytes are read.
+
+        Raises: CheckpointError when the tensor is missing or has another shape.
+        """
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.path} lacks the tensor {name} of shape {list(full_shape)}")
+        found = self.shape(name)
+        if found != tuple(full_shape):
+            raise CheckpointError(f"{self.path}: {name} has shape {list(found)}, expected {list(full_shape)}")
+        index = (slice(None),) * dim + (slice(start, start + length),)
+        return self._file_of[name].get_slice(name)[index]

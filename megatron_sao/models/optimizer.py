@@ -1,0 +1,114 @@
+"""A model wrapped for data parallelism with its Adam and its learning-rate schedule.
+
+The schedule advances once per optimizer update: with K value updates a step, the value schedule moves K per step.
+Megatron sets the first update's rate from a counter of 0, so under a warm-up the first update runs at rate 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_sao.config.section import Optimizer
+from megatron_sao.parallel.exchange import any_rank
+
+NEVER = 2**31  # steps after which a constant schedule would end
+
+
+@dataclass
+class Learner:
+    """A model that learns: its chunks as built, the same chunks wrapped, the optimizer and the schedule."""
+
+    chunks: list[MegatronModule]
+    wrapped: list[DistributedDataParallel]
+    optimizer: object
+    schedule: OptimizerParamScheduler
+
+    def zero_grad(self) -> None:
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def update(self) -> tuple[bool, float]:
+        """One optimizer step and one tick of the schedule. -> (was done, gradient norm before clipping).
+
+        A step whose gradients are not finite on any rank is done on none, and does not move the schedule: with
+        Megatron's own norm a NaN would pass (NaN > threshold is false) and Adam's moments would be lost for ever.
+        Collective: every rank of the world.
+        """
+        sums = [buffer.grad_data.sum() for chunk in self.wrapped for buffer in _grad_buffers(chunk)]
+        is_bad = not all(bool(torch.isfinite(s)) for s in sums)
+        if any_rank(is_bad):
+            return False, float("nan")
+        done, grad_norm, _ = self.optimizer.step()
+        if done:
+            self.schedule.step(1)
+        return bool(done), float(grad_norm)
+
+    @property
+    def learning_rate(self) -> float:
+        return max((group["lr"] for group in self.optimizer.param_groups), default=0.0)
+
+
+def _grad_buffers(chunk: DistributedDataParallel) -> list:
+    return chunk.buffers + chunk.expert_parallel_buffers
+
+
+def make_learner(
+    chunks: list[MegatronModule], config: Optimizer, lr_multipliers: dict[str, float] | None = None
+) -> Learner:
+    """Wrap chunks (already loaded, already frozen where they shall be) and build optimizer and schedule.
+
+    Args:
+        lr_multipliers: group -> factor on `config.lr` for parameters marked with `sao_group` (see models/groups.py).
+    Collective: every rank of the world.
+    """
+    model_config = chunks[0].config
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=True,
+        check_for_nan_in_grad=False,  # a bad step is skipped and counted (train/sao_step.py), not an assertion
+    )
+    wrapped = [DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        use_distributed_optimizer=True,
+        bf16=model_config.params_dtype is torch.bfloat16,
+        params_dtype=model_config.params_dtype,
+    )
+    overrides = get_standard_config_overrides(optimizer_config)
+    for group, factor in (lr_multipliers or {}).items():
+        if factor != 1.0:
+            of_group = ParamPredicate(group, lambda parameter, group=group: getattr(parameter, "sao_group", "") == group)
+            rate = ParamGroupOverride(max_lr=config.lr * factor, min_lr=config.lr * factor)
+            overrides[ParamKey(predicate=of_group)] = rate
+    optimizer = get_megatron_optimizer(
+        optimizer_config, wrapped, config_overrides=overrides, use_gloo_process_groups=False
+    )
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=NEVER,
+        lr_decay_style="constant",
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=NEVER,
+        wd_incr_style="constant",
+    )
+    model_config.grad_scale_func = optimizer.scale_loss
+    return Learner(chunks, wrapped, optimizer, schedule)

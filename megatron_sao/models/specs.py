@@ -1,0 +1,27 @@
+"""Which modules a decoder is made of: transformer-engine where CUDA is present, ours otherwise. One function."""
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_sao.models.cpu_modules import PackedAttention, RMSNorm
+
+
+def uses_transformer_engine() -> bool:
+    return torch.cuda.is_available()
+
+
+def decoder_spec(config: TransformerConfig, vp_stage: int | None = None):
+    """The block spec of this pipeline stage's decoder layers."""
+    if uses_transformer_engine():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    spec.layer_norm = RMSNorm
+    return spec

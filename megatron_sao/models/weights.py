@@ -1,0 +1,181 @@
+"""The one exporter and the one loader: a model's weights as HF slices, in both directions.
+
+Saving, pushing and loading go through the same `WeightSlice`s, so they cannot drift apart. No tensor collective is
+needed to find out who owns what: shapes are exchanged once, then every rank computes the same plan.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_sao.convert.family import ModelShape
+from megatron_sao.convert.slices import LocalTensor, TensorRanks, WeightSlice, local_slices, slice_view
+from megatron_sao.errors import CheckpointError
+from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.value_head import ValueHead
+from megatron_sao.parallel.exchange import gather_objects
+from megatron_sao.parallel.init import World
+
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
+
+
+def tensor_ranks(world: World) -> TensorRanks:
+    return TensorRanks(
+        tp=world.tp,
+        tp_size=world.tp_size,
+        ep=world.ep,
+        ep_size=world.ep_size,
+        etp=world.etp,
+        etp_size=world.etp_size,
+    )
+
+
+def model_tensors(chunks: list[MegatronModule]) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of the unwrapped chunks, by "chunk:name"."""
+    found = {}
+    for number, chunk in enumerate(chunks):
+        for name, tensor in chunk.state_dict(keep_vars=True).items():
+            if torch.is_tensor(tensor) and not name.endswith("_extra_state"):
+                found[f"{number}:{name}"] = tensor
+    return found
+
+
+def describe(chunks: list[MegatronModule]) -> list[LocalTensor]:
+    """What this rank holds: shapes, and which dim Megatron cuts over the tensor axis. No collective."""
+    layers = [{name: module for name, module in chunk.named_modules()} for chunk in chunks]
+    found = []
+    for key, tensor in model_tensors(chunks).items():
+        number, name = key.split(":", 1)
+        if layer := _LAYER.match(name):  # local layer number -> global
+            module = layers[int(number)][layer[1] + layer[2]]
+            name = f"{layer[1]}{module.layer_number - 1}{layer[3]}"
+        is_cut = getattr(tensor, "tensor_model_parallel", False)
+        split_dim = getattr(tensor, "partition_dim", -1) if is_cut else -1
+        found.append(LocalTensor(key, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), split_dim))
+    return found
+
+
+class Exporter:
+    """Which rank gives which slice of a model, and the views to give them from.
+
+    `slices_by_rank` is equal on every rank: each element of each HF tensor appears exactly once over all ranks. A slice
+    that several ranks hold (data parallel copies, norms) goes to the holder with the fewest bytes.
+    """
+
+    def __init__(self, chunks: list[MegatronModule], shape: ModelShape, world: World):
+        """Collective: every rank of the world (exchanges names and shapes, no tensor)."""
+        self._tensors = model_tensors(chunks)
+        self._rank = world.rank
+        described = [t for t in describe(chunks) if not _is_value_head(t, chunks)]
+        holders = gather_objects(local_slices(described, shape, tensor_ranks(world)))
+        self.slices_by_rank = assign_owners(holders)
+
+    def view(self, piece: WeightSlice) -> torch.Tensor:
+        """A view of a slice that this rank owns."""
+        return slice_view(piece, self._tensors)
+
+
+def _is_value_head(tensor: LocalTensor, chunks: list[MegatronModule]) -> bool:
+    has_head = isinstance(getattr(chunks[-1], "output_layer", None), ValueHead)
+    return has_head and tensor.name == "output_layer.weight"
+
+
+def assign_owners(holders: list[list[WeightSlice]]) -> list[list[WeightSlice]]:
+    """One owner for every slice: pure, from what each rank holds to what each rank gives.
+
+    Slices with one holder first; then shared ones, largest first, to the holder with the fewest bytes so far.
+    """
+    by_range: dict[tuple, list[tuple[int, WeightSlice]]] = {}
+    for rank, pieces in enumerate(holders):
+        for piece in pieces:
+            key = (piece.hf_name, piece.dim, piece.start, piece.length)
+            by_range.setdefault(key, []).append((rank, piece))
+    owned: list[list[WeightSlice]] = [[] for _ in holders]
+    loads = [0] * len(holders)
+
+    def weight(candidates: list[tuple[int, WeightSlice]]) -> int:
+        size = 1
+        for n in candidates[0][1].shape:
+            size *= n
+        return size
+
+    for key, candidates in sorted(by_range.items(), key=lambda item: (len(item[1]) > 1, -weight(item[1]), item[0])):
+        rank, piece = min(candidates, key=lambda candidate: (loads[candidate[0]], candidate[0]))
+        owned[rank].append(piece)
+        loads[rank] += weight(candidates)
+    return owned
+
+
+def load_weights(
+    chunks: list[MegatronModule], folder: HFFolder, shape: ModelShape, world: World, *, keep_value_head: bool = True
+) -> list[str]:
+    """Fill the chunks from a HF folder, each rank reading only its rows. No collective.
+
+    The value head is the one tensor that may be missing or of another shape (a policy checkpoint has none): it then
+    keeps its zero start. Every other missing tensor is an error.
+
+    Returns: names of the tensors that kept their initial values ("output_layer.weight" or nothing).
+    Raises: CheckpointError naming tensor, expected and found shape.
+    """
+    tensors = model_tensors(chunks)
+    described = describe(chunks)
+    kept = [t.name for t in described if _is_value_head(t, chunks)]
+    body = [t for t in described if not _is_value_head(t, chunks)]
+    with torch.no_grad():
+        for piece in local_slices(body, shape, tensor_ranks(world)):
+            slice_view(piece, tensors).copy_(folder.read(piece.hf_name, piece.full_shape, piece.dim, piece.start, piece.length))
+        if shape.is_tied:
+            _copy_tied_head(described, tensors, folder, shape, world)
+        if kept and keep_value_head and folder.has(VALUE_HEAD):
+            head = next(tensors[t.key] for t in described if t.name == "output_layer.weight")
+            if folder.shape(VALUE_HEAD) == tuple(head.shape):
+                head.copy_(folder.read(VALUE_HEAD, tuple(head.shape), 0, 0, head.shape[0]))
+                kept = []
+    return kept
+
+
+VALUE_HEAD = "value_head.weight"  # its name in a HF-style value checkpoint
+
+
+def _copy_tied_head(
+    described: list[LocalTensor], tensors: Mapping[str, Any], folder: HFFolder, shape: ModelShape, world: World
+) -> None:
+    """A tied model's last stage has an embedding of its own to fill when it is not also the first stage."""
+    for tensor in described:
+        if tensor.name == "output_layer.weight" and tensor.shape[1:] == (shape.hidden,) and tensor.split_dim == 0:
+            start = world.tp * tensor.shape[0]
+            length = min(tensor.shape[0], shape.vocab - start)
+            if length > 0:
+                name = "model.embed_tokens.weight"
+                rows = folder.read(name, (shape.vocab, shape.hidden), 0, start, length)
+                tensors[tensor.key].detach()[:length].copy_(rows)
+
+
+def check_names(slices_by_rank: list[list[WeightSlice]], folder: HFFolder, shape: ModelShape) -> None:
+    """Exported names = names in the HF folder, or a refusal that lists the difference.
+
+    Raises: CheckpointError.
+    """
+    exported = {piece.hf_name for pieces in slices_by_rank for piece in pieces}
+    expected = set(folder.names()) - {VALUE_HEAD} - ({"lm_head.weight"} if shape.is_tied else set())
+    if exported != expected:
+        missing, extra = sorted(expected - exported)[:5], sorted(exported - expected)[:5]
+        raise CheckpointError(
+            f"the model's tensors do not match {folder.path}: not exported {missing}, not in the folder {extra}"
+        )
+
+
+def weight_hashes(chunks: list[MegatronModule], keys: set[str]) -> dict[str, str]:
+    """SHA-256 of the bytes of some local tensors, by "chunk:name": proof that frozen weights stayed bit-identical."""
+    hashes = {}
+    for key, tensor in model_tensors(chunks).items():
+        if key in keys:
+            raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            hashes[key] = hashlib.sha256(raw).hexdigest()
+    return hashes
+
+

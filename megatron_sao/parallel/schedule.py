@@ -1,0 +1,88 @@
+"""Runs micro-batches through a model with Megatron's pipeline schedule; the one place that owns the loss scale.
+
+Loss scale: a loss function returns its share of the step's loss, already divided by what the whole step counts (action
+tokens over all micro-batches, data- and context-parallel ranks). So gradients must be SUMMED everywhere, never averaged:
+- micro-batches: a three-part return with `calculate_per_token_loss` keeps Megatron from dividing by their number;
+- data and context parallel: the same flag makes DistributedDataParallel sum instead of average;
+- `finalize_model_grads` would then divide by a token count: it is called without one.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from megatron_sao.data.share import MicroBatch
+
+LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, Any]]]
+
+
+def run_schedule(
+    chunks: list[torch.nn.Module], micro_batches: Iterable[MicroBatch], loss_function: LossFunction, *, backward: bool
+) -> list[dict[str, Any]]:
+    """Forward, and with `backward` also backward and gradient reduction, over all micro-batches.
+
+    Args:
+        chunks: model chunks; wrapped for data parallelism when `backward`.
+        loss_function: (decoder output [S, V/tp] or [S, num_outputs] without fillers, micro-batch) ->
+            (share of the loss, scalar; report). Runs on the last pipeline stage only. Tensors in the report are
+            the caller's: detach them.
+    Returns: the reports in micro-batch order on the last pipeline stage, [] elsewhere.
+    Collective: every rank calls it with the same number of micro-batches.
+    """
+    micro_batches = list(micro_batches)
+    config = get_model_config(chunks[0])
+    config.finalize_model_grads_func = _sum_model_grads
+    config.no_sync_func = chunks[0].no_sync if backward else None
+    iterators = [iter(micro_batches) for _ in chunks]
+    with contextlib.nullcontext() if backward else torch.no_grad():
+        return get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, loss_function),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # unused: config.variable_seq_lengths sends shapes along
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+
+
+def _forward_step(loss_function: LossFunction, iterator, model):
+    micro_batch = next(iterator)
+    device = next(model.parameters()).device
+    token_ids = micro_batch.padded_token_ids().to(device)
+    output = model(token_ids[None], None, None, packed_seq_params=packed_sequence(micro_batch, device))
+    return output, partial(_loss, loss_function, micro_batch)
+
+
+def _loss(loss_function: LossFunction, micro_batch: MicroBatch, output: torch.Tensor):
+    loss, report = loss_function(output[0, : micro_batch.batch.num_tokens], micro_batch)
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
+
+
+def packed_sequence(micro_batch: MicroBatch, device) -> PackedSeqParams:
+    """Megatron's description of the segments; a new one for each micro-batch (it may carry state between layers)."""
+    cu_seqlens = micro_batch.padded_starts().to(device=device, dtype=torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _sum_model_grads(model, num_tokens=None, **kwargs) -> None:
+    finalize_model_grads(model, None, **kwargs)
+
+
+def is_last_stage() -> bool:
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)

@@ -1,0 +1,59 @@
+"""The trainer's line to the scheduler: rank 0 speaks, every rank hears the answer, and a failure stops every rank."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_sao.errors import ProtocolError, SaoError
+from megatron_sao.records import SchedulerMessage, TrainerMessage, decode, encode
+from megatron_sao.transport.channel import TrainerChannel
+
+MARGIN_S = 60.0  # the other ranks wait this much longer than rank 0 may
+
+
+class SchedulerLink:
+    """Request and answer with the scheduler, as seen by all trainer ranks at once."""
+
+    def __init__(self, address: str, longest_wait_s: float):
+        """Collective: every rank of the world. Only rank 0 opens a connection.
+
+        Args:
+            address: "tcp://host:port" of the scheduler.
+            longest_wait_s: bound of one answer, a batch included.
+        """
+        # A group of its own: waiting for a batch may take longer than any collective of the model is allowed to.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_wait_s + MARGIN_S))
+        self._channel = TrainerChannel(address, timeout_s=longest_wait_s) if dist.get_rank() == 0 else None
+
+    def request(self, message: TrainerMessage, expected: type, timeout_s: float | None = None) -> Any:
+        """Send `message` (rank 0's counts) and give every rank the answer.
+
+        Raises: ProtocolError on every rank when the scheduler is gone, gave up, or answered something else.
+        Collective: every rank of the world.
+        """
+        raw: bytes | str = b""
+        if self._channel is not None:
+            try:
+                raw = encode(self._channel.request(message, timeout_s=timeout_s))
+            except SaoError as error:
+                raw = str(error)
+        raw = self.share(raw)
+        if isinstance(raw, str):
+            raise ProtocolError(raw)
+        answer = decode(raw, SchedulerMessage)
+        if not isinstance(answer, expected):
+            raise ProtocolError(
+                f"the scheduler answered {type(answer).__name__} to {type(message).__name__}, not {expected.__name__}"
+            )
+        return answer
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's `value` on every rank. Collective: every rank of the world."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()

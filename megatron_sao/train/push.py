@@ -1,0 +1,105 @@
+"""Pushes the policy's weights to every engine: announced to the scheduler, sent by the ranks that own them."""
+
+import threading
+import time
+
+import torch.distributed as dist
+
+from megatron_sao.config import Config
+from megatron_sao.convert.slices import WeightSlice
+from megatron_sao.errors import ProtocolError
+from megatron_sao.models.weights import Exporter
+from megatron_sao.parallel.exchange import broadcast_object
+from megatron_sao.records import Hello, PushDone, PushGo, PushRequest, PushSent, Welcome
+from megatron_sao.train.link import SchedulerLink
+from megatron_sao.transport.group import WeightGroup, host_store, weight_group
+from megatron_sao.transport.plan import WHOLE, WireItem, encode_plan, make_plan
+from megatron_sao.transport.sender import WeightSender
+
+
+def wire_item(piece: WeightSlice) -> WireItem:
+    """A slice as the wire names it."""
+    if piece.is_whole:
+        return WireItem(piece.hf_name, piece.dtype, piece.full_shape)
+    return WireItem(piece.hf_name, piece.dtype, piece.full_shape, piece.dim, piece.start, piece.length)
+
+
+class Pusher:
+    """Owns the push plan, this rank's place in the weight group, and the policy version."""
+
+    def __init__(
+        self, exporter: Exporter, names: dict[str, tuple[int, ...]], config: Config, link: SchedulerLink, host: str
+    ):
+        """Make the plan; no engine is contacted yet.
+
+        Args:
+            names: HF name -> shape of every tensor the engines expect; the plan must cover exactly these.
+            host: address of trainer rank 0 that the engines can reach.
+        Collective: every rank of the world.
+        """
+        self._exporter, self._config, self._link, self._host = exporter, config, link, host
+        by_rank = [[wire_item(p) for p in pieces] for pieces in exporter.slices_by_rank]
+        self._plan = make_plan(by_rank, bucket_bytes=config.push.bucket_bytes, expected_shapes=names)
+        self._pieces = {wire_item(p): p for p in exporter.slices_by_rank[dist.get_rank()]}
+        self._sender: WeightSender | None = None
+
+    def connect(self, policy_version: int) -> Welcome:
+        """Meet the engines in the weight group. Collective: every rank of the world; the engines join meanwhile."""
+        rank, num_ranks, limits = dist.get_rank(), dist.get_world_size(), self._config.push
+        store = host_store(self._host, timeout_s=limits.timeout_s) if rank == 0 else None
+        port = broadcast_object(store.port if store else 0)
+        num_workers = self._config.engine.count * self._config.engine.tensor_parallel
+        joined: list[WeightGroup | Exception] = []
+
+        def join() -> None:  # in a thread: it blocks until the engines come, which the Hello below asks them to do
+            try:
+                group = weight_group(
+                    self._host,
+                    port,
+                    rank,
+                    num_ranks + num_workers,
+                    backend=limits.backend,
+                    timeout_s=limits.timeout_s,
+                    store=store,
+                )
+                joined.append(group)
+            except Exception as error:  # noqa: BLE001  raised again below, in the caller's thread
+                joined.append(error)
+
+        thread = threading.Thread(target=join, daemon=True)
+        thread.start()
+        hello = Hello(
+            policy_version=policy_version,
+            num_trainer_ranks=num_ranks,
+            master_address=self._host,
+            master_port=port,
+            plan=encode_plan(self._plan),
+            plan_hash=self._plan.hash,
+        )
+        welcome = self._link.request(hello, Welcome, timeout_s=limits.timeout_s + 30)
+        thread.join(limits.timeout_s)
+        if not joined or isinstance(joined[0], Exception):
+            raise ProtocolError(f"trainer rank {rank} did not join the weight group: {joined[0] if joined else 'timeout'}")
+        self._sender = WeightSender(joined[0], self._plan)
+        return welcome
+
+    def push(self, policy_version: int) -> dict[str, float]:
+        """Publish the current weights as `policy_version`; engines keep their requests and continue under it.
+
+        Returns: seconds of pause, transfer, load and resume as the scheduler saw them, and the trainer's own.
+        Raises: ProtocolError when an engine lacks a tensor, got one twice or died; the version is then not published.
+        Collective: every rank of the world.
+        """
+        if self._sender is None:
+            raise ProtocolError("push before connect: call Pusher.connect once first")
+        started = time.monotonic()
+        limit = self._config.push.timeout_s
+        self._link.request(PushRequest(policy_version=policy_version), PushGo, timeout_s=limit)
+        statistics = self._sender.send(lambda item: self._exporter.view(self._pieces[item]), policy_version)
+        done = self._link.request(PushSent(policy_version=policy_version), PushDone, timeout_s=limit)
+        return {
+            **done.metrics,
+            "push/send_s": statistics.seconds,
+            "push/total_s": time.monotonic() - started,
+            "push/bytes": float(statistics.num_bytes),
+        }

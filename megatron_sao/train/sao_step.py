@@ -1,0 +1,71 @@
+"""One step of SAO: the box of the paper.
+
+    V      <- values of the batch
+    target <- A(lambda_value) + V                         skip-observation GAE, Monte-Carlo by default
+    repeat K times: value model <- one regression step    frozen attention
+    V      <- values again                                the values adapt before they judge
+    A      <- skip-observation GAE(lambda of the policy)
+    policy <- one DIS step                                token-level double-sided mask against the sampler
+
+Source: arXiv 2607.07508, equations (1)-(5). K = 2; `advantages_from` restores the other order.
+"""
+
+from dataclasses import dataclass, field
+
+from megatron_sao.config import Config
+from megatron_sao.data.share import Share
+from megatron_sao.models.optimizer import Learner
+from megatron_sao.train.advantages import policy_advantages, value_quality, value_targets
+from megatron_sao.train.policy_step import policy_update
+from megatron_sao.train.value_step import value_update
+from megatron_sao.train.values import ValueReadout, infer_values
+
+
+@dataclass(frozen=True)
+class Models:
+    """The two models that live on the same ranks and take turns."""
+
+    policy: Learner
+    value: Learner
+    readout: ValueReadout
+    true_vocab: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    has_trained: bool  # False: no action token in the step, nothing was touched
+    has_updated_policy: bool = False  # True: there is a new version to push
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_skipped_updates(self) -> int:
+        """Updates left out because their gradients were not finite."""
+        return int(self.metrics.get("value/skipped_updates", 0) + self.metrics.get("policy/skipped_updates", 0))
+
+
+def sao_step(models: Models, share: Share, config: Config, *, trains_policy: bool = True) -> StepResult:
+    """Train both models on one batch; without `trains_policy` the value model alone (warm-up, pretraining).
+
+    Collective: every rank of the world, each with its own share of the same step.
+    """
+    if share.num_step_action_tokens == 0:  # a zero gradient would still move weights through Adam's momentum
+        return StepResult(has_trained=False)
+    algo, value_model = config.algo, models.value
+
+    value = value_before = infer_values(value_model.wrapped, share, models.readout)
+    target = value_targets(share, value_before, algo)
+    metrics = value_quality(share, value_before, target)
+
+    for _ in range(config.value.updates_per_step):
+        metrics |= value_update(value_model, share, target, value_before, models.readout)
+
+    if not trains_policy:
+        return StepResult(has_trained=True, metrics=metrics)
+
+    if algo.advantages_from == "updated_values":
+        value = infer_values(value_model.wrapped, share, models.readout)
+    advantage = policy_advantages(share, value, algo)
+    metrics |= policy_update(
+        models.policy, share, advantage, algo, config.sampling.temperature, models.true_vocab
+    )
+    return StepResult(True, has_updated_policy=not metrics["policy/skipped_updates"], metrics=metrics)

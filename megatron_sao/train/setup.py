@@ -1,0 +1,100 @@
+"""Builds what a trainer rank needs before its first step: both models from one HF folder, and what each rank works on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_sao.config import Config
+from megatron_sao.convert.family import ModelShape, read_shape
+from megatron_sao.data.batch import pack
+from megatron_sao.data.share import Share, share_of
+from megatron_sao.errors import TrainingError
+from megatron_sao.models.build import build_model
+from megatron_sao.models.groups import freeze, grouped_parameters, manifest
+from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.optimizer import make_learner
+from megatron_sao.models.weights import Exporter, check_names, load_weights, weight_hashes
+from megatron_sao.parallel.exchange import any_rank
+from megatron_sao.parallel.init import World
+from megatron_sao.records import Trajectory
+from megatron_sao.train.sao_step import Models
+from megatron_sao.train.values import ValueReadout
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A rank's models and its place in the world."""
+
+    config: Config
+    world: World
+    models: Models
+    folder: HFFolder
+    shape: ModelShape
+    exporter: Exporter  # of the policy
+    frozen_hashes: dict[str, str]  # of the value model's frozen tensors as loaded
+    manifest: str  # what each parameter group of the value model holds on this rank
+
+    def share_of_batch(self, trajectories: Sequence[Trajectory], policy_version: int) -> Share:
+        """This rank's part of a step trained by `policy_version`. Pure: every rank cuts the same batch the same way."""
+        bounds = self.config.algo.bounds
+        batch = pack(trajectories, policy_version, lambda domain: _bounds_of(bounds, domain))
+        parallel = self.config.parallel
+        return share_of(batch, self.world.dp, self.world.dp_size, parallel.micro_batch_tokens, multiple=parallel.tp)
+
+    def check_frozen(self) -> int:
+        """Compare the value model's frozen tensors with their state at the start, bit by bit; -> how many there are.
+
+        Raises: TrainingError on every rank when one moved. Collective: every rank of the world.
+        """
+        now = weight_hashes(self.models.value.chunks, set(self.frozen_hashes))
+        moved = sorted(name for name, digest in self.frozen_hashes.items() if now[name] != digest)
+        if any_rank(bool(moved)):
+            where = moved[0] if moved else "a tensor of another rank"
+            raise TrainingError(f"{where} is frozen (value.groups) but its bytes changed during training")
+        return len(self.frozen_hashes)
+
+
+def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
+    """Both models with the folder's weights, the value model frozen where [value.groups] says so.
+
+    Raises: CheckpointError when folder and models do not fit. Collective: every rank of the world.
+    """
+    shape = read_shape(folder.config)
+    dtype = getattr(torch, config.model.dtype)
+    readout = ValueReadout(config.value)
+
+    policy = build_model("policy", folder.config, config.parallel, dtype)
+    load_weights(policy, folder, shape, world)
+    exporter = Exporter(policy, shape, world)
+    check_names(exporter.slices_by_rank, folder, shape)
+
+    value = build_model("value", folder.config, config.parallel, dtype, readout.num_outputs)
+    load_weights(value, folder, shape, world)
+    multipliers = freeze(value, config.value.groups)
+    frozen = {
+        f"{number}:{member.name}"
+        for number, chunk in enumerate(value)
+        for member in grouped_parameters(chunk)
+        if not member.parameter.requires_grad
+    }
+    return Trainer(
+        config=config,
+        world=world,
+        models=Models(
+            policy=make_learner(policy, config.policy),
+            value=make_learner(value, config.value, multipliers),
+            readout=readout,
+            true_vocab=shape.vocab,
+        ),
+        folder=folder,
+        shape=shape,
+        exporter=exporter,
+        frozen_hashes=weight_hashes(value, frozen),
+        manifest=manifest(value, config.value.groups),
+    )
+
+
+def _bounds_of(bounds, domain: str) -> tuple[float, float]:
+    pair = getattr(bounds, domain)
+    return pair.eps_low, pair.eps_high

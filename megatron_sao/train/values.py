@@ -1,0 +1,60 @@
+"""Values of a share's tokens, and how the head's outputs are read."""
+
+import torch
+
+from megatron_sao.algo.value_loss import hl_gauss_loss, hl_gauss_value, value_loss
+from megatron_sao.config.value import Value
+from megatron_sao.data.batch import from_decoder
+from megatron_sao.data.share import MicroBatch, Share
+from megatron_sao.parallel.schedule import run_schedule
+from megatron_sao.train.shares import scatter_to_share
+
+
+class ValueReadout:
+    """Head outputs -> values, and their loss; temperature never enters here.
+
+    mse: one output, the value itself. hl_gauss: one logit per bin, the value is the mean bin centre.
+    """
+
+    def __init__(self, config: Value):
+        self.config = config
+        self.is_categorical = config.loss == "hl_gauss"
+        self.num_outputs = config.hl_gauss_bins if self.is_categorical else 1
+        self.edges = torch.linspace(config.hl_gauss_min, config.hl_gauss_max, config.hl_gauss_bins + 1)
+
+    def values(self, outputs: torch.Tensor) -> torch.Tensor:
+        """[S, num_outputs] -> [S] float32, gradient kept."""
+        if self.is_categorical:
+            return hl_gauss_value(outputs, self.edges.to(outputs.device))
+        return outputs.squeeze(-1)
+
+    def loss(
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor,
+        old_value: torch.Tensor,
+        mask: torch.Tensor,
+        num_action_tokens: int,
+    ) -> torch.Tensor:
+        """This share's part of the value loss: scalar with gradient to `outputs` [S, num_outputs]."""
+        if self.is_categorical:
+            edges, sigma = self.edges.to(outputs.device), self.config.hl_gauss_sigma
+            return hl_gauss_loss(outputs, target, mask, edges=edges, sigma=sigma, num_action_tokens=num_action_tokens)
+        clip = self.config.value_clip or None
+        return value_loss(
+            outputs.squeeze(-1), target, mask, num_action_tokens=num_action_tokens, clip=clip, old_value=old_value
+        )
+
+
+def infer_values(chunks: list[torch.nn.Module], share: Share, readout: ValueReadout) -> torch.Tensor:
+    """V of the prefix before every token of the share: float32 [S] on the CPU, no gradient; 0 at first tokens.
+
+    Collective: every rank calls it; other pipeline stages get the last stage's values.
+    """
+
+    def collect(outputs: torch.Tensor, micro_batch: MicroBatch):
+        about_next = readout.values(outputs).float().cpu()
+        return outputs.new_zeros(()), {"value": from_decoder(about_next, micro_batch.batch.starts)}
+
+    reports = run_schedule(chunks, share.micro_batches, collect, backward=False)
+    return scatter_to_share(reports, "value", share)

@@ -1,0 +1,28 @@
+"""Shared by all tests: the environment of a process that imports torch, Megatron and vLLM, and tiny model folders."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A tiny random Qwen3-MoE folder whose norms are random too, so that a swapped norm shows."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from megatron_sao.models.tiny import TinyShape, make_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny_model(folder, TinyShape(), seed=3)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in weights.items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        weights[name] = tensor + (0.3 * noise if "norm" in name else 0.1 * noise)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
