@@ -4,12 +4,11 @@ Owns: `EngineSettings`, `EngineProcess`. Invariants:
 - faults that can be seen without vLLM (model folder, port) are reported before anything is started;
 - a server that dies, hangs or cannot start becomes an EngineError with the lines of its log that say why;
 - `stop` ends the whole tree, by process group; the group is the server's own, so nothing else can be hit. When this
-  program is killed, the kernel tells the server to end (Linux);
+  program is killed, `process_guard` does the same;
 - the one place that knows vLLM's options, and which of them a CPU build needs.
 Imports no vLLM: the server runs from the same Python environment.
 """
 
-import ctypes
 import http.client
 import json
 import os
@@ -29,8 +28,7 @@ from megatron_sao.transport.hf_shapes import check_model_folder
 
 MODEL_NAME = "policy"  # the name under which the server offers its model
 PLUGIN = "megatron_sao.transport.vllm_plugin"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_libc = ctypes.CDLL(None)  # loaded here: nothing may be imported between fork and exec
+GUARD = "megatron_sao.rollout.process_guard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +50,7 @@ class EngineSettings:
 
 
 class EngineProcess:
-    """A server that this program started. Use it as a context manager, or call `stop` in a `finally`.
-
-    Start it from the main thread: the kernel's promise to end the server is bound to the thread that started it.
-    """
+    """A server that this program started. Use it as a context manager, or call `stop` in a `finally`."""
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
@@ -71,7 +66,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server, which is also the id of its process group; None before `start`."""
+        """Id of the server's process group, led by its guard; None before `start`."""
         return self._process.pid if self._process else None
 
     def start(self) -> "EngineProcess":
@@ -88,12 +83,11 @@ class EngineProcess:
         log_path = Path(self.settings.log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._started_s = time.monotonic()
-        parent = os.getpid()
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                engine_command(self.settings, self.port), env=engine_environment(self.settings), stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", GUARD, *engine_command(self.settings, self.port)],
+                env=engine_environment(self.settings), stdin=subprocess.PIPE,  # held open as long as this program lives
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                preexec_fn=lambda: _end_with_parent(parent),
             )
         return self
 
@@ -124,7 +118,9 @@ class EngineProcess:
             raise EngineError(f"the engine at {self.url} was not started")
         status = self._process.poll()
         if status is not None:
-            cause = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+            number = -status if status < 0 else status - 128  # a shell's way to tell of a signal
+            is_signal = number in signal.valid_signals()
+            cause = f"was killed by {signal.Signals(number).name}" if is_signal else f"ended with exit code {status}"
             raise EngineError(f"the engine at {self.url} (pid {self.pid}) {cause}:\n"
                               f"{log_excerpt(self.settings.log_path)}")
 
@@ -145,6 +141,7 @@ class EngineProcess:
                 pass
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
+        process.stdin.close()
 
     def __enter__(self) -> "EngineProcess":
         return self
@@ -251,13 +248,6 @@ def _hold_port(host: str, port: int) -> socket.socket:
         raise EngineError(f"the engine cannot listen on {host}:{port}: {error.strerror}; set engine.port to a free port "
                           "(0 = pick one) and engine.host to an address of this machine") from error
     return holder
-
-
-def _end_with_parent(parent: int) -> None:
-    """Runs in the child before exec: SIGTERM when the parent dies, at once if it is dead already."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _signal_group(group: int, number: int) -> None:

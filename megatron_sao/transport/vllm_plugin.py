@@ -1,0 +1,223 @@
+"""The weight-transfer backend "sao" of a vLLM server: an engine worker joins the weight group and takes pushes.
+
+Owns: `register` (entry point of the group `vllm.general_plugins`), `WorkerExtension`, `SaoWeightTransferEngine`,
+`BACKEND`. The only module that imports vLLM (checked with 0.32); it runs inside the worker processes of the server.
+Invariants:
+- one start_weight_update, one update_weights, one finish_weight_update make a push; the update carries all buckets;
+- a push is accepted only if it delivers exactly the tensors of the model folder the engine was started from, and every
+  module with parameters received some; only then does finish_weight_update succeed and vLLM publish the version;
+- the published policy_version never falls;
+- after a failed update the engine must not serve: part of its modules wait for weights. The next start cleans up, and
+  a whole push makes it right again.
+"""
+
+import base64
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from megatron_sao.errors import CheckpointError, ProtocolError
+from megatron_sao.transport.group import WeightGroup, weight_group
+from megatron_sao.transport.hf_shapes import read_shapes
+from megatron_sao.transport.plan import PushPlan, decode_plan, first_lines, name_faults
+from megatron_sao.transport.receiver import NamedTensors, WeightReceiver
+
+BACKEND = "sao"
+
+
+def register() -> None:
+    """Make the backend known to vLLM. Runs in every process of the server, more than once in some."""
+    if BACKEND not in WeightTransferEngineFactory._registry:  # register_engine refuses a second time
+        WeightTransferEngineFactory.register_engine(BACKEND, SaoWeightTransferEngine)
+
+
+class WorkerExtension:
+    """For `--worker-extension-cls`: vLLM imports this module in each worker and thereby registers the backend.
+
+    So a clone on PYTHONPATH is enough; where the package is installed, the entry point does the same.
+    """
+
+
+@dataclass
+class SaoInitInfo(WeightTransferInitInfo):
+    """Body of /init_weight_transfer_engine (`init_info`)."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int  # rank of this engine's first worker in the weight group; >= number of trainer ranks
+    world_size: int  # trainer ranks and all workers of all engines
+    plan: str  # encode_plan(plan) in base64
+    plan_hash: str
+    backend: str = "gloo"
+    timeout_s: float = 120.0
+
+
+@dataclass
+class SaoUpdateInfo(WeightTransferUpdateInfo):
+    """Body of /update_weights (`update_info`)."""
+
+    policy_version: int
+    plan_hash: str
+
+
+@dataclass
+class _Update:
+    """One push in progress."""
+
+    moe_kernels: list[tuple[Any, Any]] = field(default_factory=list)  # (quant method, kernel it had)
+    received_version: int | None = None
+
+
+class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
+    """One worker's end of the weight group. vLLM makes it, and calls it between two model steps."""
+
+    init_info_cls = SaoInitInfo
+    update_info_cls = SaoUpdateInfo
+    supports_draft_weight_update = False
+
+    _group: WeightGroup | None = None
+    _receiver: WeightReceiver | None = None
+    _plan_hash: str = ""
+    _update: _Update | None = None  # None = the model is whole
+    _published_version: int = -1
+
+    def init_transfer_engine(self, init_info: SaoInitInfo) -> None:
+        """Check the plan against the model folder and join the group. A later call replaces the earlier group."""
+        self.shutdown()
+        plan = decode_plan(base64.b64decode(init_info.plan))
+        if plan.hash != init_info.plan_hash:
+            raise ProtocolError(f"the push plan hashes to {plan.hash}, the trainer says {init_info.plan_hash}")
+        self._check_names(plan)
+        config = self.parallel_config
+        worker = config.data_parallel_index * config.world_size + config.rank
+        self._group = weight_group(
+            init_info.master_address, init_info.master_port, init_info.rank_offset + worker, init_info.world_size,
+            backend=init_info.backend, timeout_s=init_info.timeout_s,
+            device="cpu" if init_info.backend == "gloo" else self.device,
+        )
+        self._receiver = WeightReceiver(self._group, plan)
+        self._plan_hash = plan.hash
+
+    def start_weight_update(self) -> None:
+        """Put the modules into loading state; the worker has stopped between two steps (the scheduler paused it)."""
+        if self._receiver is None:
+            raise ProtocolError("start_weight_update came before init_weight_transfer_engine")
+        if self._update is not None:
+            # The last push failed: modules hold half of its tensors. Starting over them would mix two pushes without
+            # an error, so bring them back to a loadable state first (vLLM 0.32, reload/layerwise.py).
+            self._finalize()
+        self._update = _Update(self._drop_cpu_moe_kernels())
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class goes on to synchronise an accelerator and raises where there is none; the weight group waits
+        # for its own device already.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: SaoUpdateInfo) -> None:
+        """Take part in one whole push."""
+        if self._receiver is None or self._update is None:
+            raise ProtocolError("update_weights came before start_weight_update")
+        self._receiver.receive(
+            update_info.policy_version, load=self._load, verify=self._check_every_module, fault=self._fault(update_info)
+        )
+        self._update.received_version = update_info.policy_version
+
+    def finish_weight_update(self) -> None:
+        """Make the received weights the ones that serve. vLLM publishes the version after this succeeded."""
+        if self._update is None or self._update.received_version is None:
+            raise ProtocolError("finish_weight_update came, but no whole push has arrived; the version is not published")
+        version = self._update.received_version
+        self._finalize()
+        self._published_version = version
+
+    def shutdown(self) -> None:
+        """Leave the weight group; the engine keeps serving."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._receiver = None
+
+    def _fault(self, update_info: SaoUpdateInfo) -> str | None:
+        """Why this worker cannot take that push, or None."""
+        if update_info.plan_hash != self._plan_hash:
+            return f"the scheduler announced plan {update_info.plan_hash}, this engine joined with {self._plan_hash}"
+        if update_info.policy_version <= self._published_version:
+            return (f"policy_version must rise: this engine already serves {self._published_version}, "
+                    f"{update_info.policy_version} was announced")
+        if self._update.received_version is not None:
+            return "this push has already arrived; finish_weight_update must come before the next one"
+        return None
+
+    def _load(self, tensors: NamedTensors) -> None:
+        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
+
+    def _finalize(self) -> None:
+        """Process what was loaded and leave the loading state; modules that got nothing keep their old weights."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        for quant_method, kernel in self._update.moe_kernels:
+            if quant_method.moe_kernel is None:
+                quant_method.moe_kernel = kernel
+        self._update = None
+
+    def _drop_cpu_moe_kernels(self) -> list[tuple[Any, Any]]:
+        """On a CPU, forget the MoE kernels so that the reload packs the new expert weights.
+
+        Symptom without it: experts compute with unpacked weights, fluent garbage and no error. vLLM 0.32 (unquantized
+        CPU MoE) packs only while `moe_kernel` is None, which is the first load. Can go when a reload packs by itself.
+        """
+        if self.device.type != "cpu":
+            return []
+        dropped = []
+        for module in self.model.modules():
+            quant_method = getattr(module, "quant_method", None)
+            if getattr(quant_method, "unquantized_backend", None) is not None:
+                dropped.append((quant_method, quant_method.moe_kernel))
+                quant_method.moe_kernel = None
+        return dropped
+
+    def _check_names(self, plan: PushPlan) -> None:
+        """The plan must deliver what the engine was loaded from: then no module can be left with old weights."""
+        try:
+            held = read_shapes(self.model_config.model)
+        except CheckpointError as error:
+            raise ProtocolError(f"cannot compare the push plan with the engine's model folder: {error}") from error
+        faults = name_faults(plan.expected, held, plan.excluded)
+        if faults:
+            raise ProtocolError(f"the push plan does not fit the model folder {self.model_config.model}:\n"
+                                f"{first_lines(faults)}")
+
+    def _check_every_module(self) -> None:
+        """Raise if a module with parameters received none of them (attention layers hold only scales).
+
+        A module that shares its parameters with one that was loaded (tied head) is served by it.
+        """
+        empty: list[tuple[str, list[int]]] = []
+        loaded: set[int] = set()
+        for name, module in self.model.named_modules():
+            info = get_layerwise_info(module)
+            waits = info.can_load()
+            own = info.kernel_tensors[0] if waits else dict(module._parameters)
+            storages = [p.data_ptr() for p in own.values() if p is not None and p.numel()]
+            if not storages or is_deferred_attention_layer(module):
+                continue
+            if waits and not info.load_numel:
+                empty.append((name, storages))
+            else:
+                loaded.update(storages)
+        left = [name for name, storages in empty if not loaded.issuperset(storages)]
+        if left:
+            raise ProtocolError(f"{len(left)} modules received no weights and would keep the old ones:\n"
+                                f"{first_lines(left)}")
+
+
+register()
