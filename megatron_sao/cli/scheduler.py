@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.config import Config, derived_numbers
-from megatron_sao.errors import ConfigError, ProtocolError
+from megatron_sao.errors import ConfigError, ProtocolError, SaoError
 from megatron_sao.observe.metrics import MetricsSink
 from megatron_sao.observe.progress import Progress
 from megatron_sao.observe.report import write_report
@@ -79,11 +79,16 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
         reward_key=config.task.reward_key,
     )
     channel = SchedulerChannel(host, config.schedule.port)
+    try:
+        await engines.check_health()  # before anything is written
+    except SaoError:
+        await channel.close()
+        await engines.close()
+        raise
     ledger = Ledger(run_folder / LEDGER_FILE)
     observer = RunObserver(config, run_folder, chat)
     outcome = "stopped from outside"
     try:
-        await engines.check_health()
         scheduler = Scheduler(
             channel=channel,
             engines=engines,

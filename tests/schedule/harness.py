@@ -1,0 +1,173 @@
+"""A scheduler with its real channel, client, pool, ledger and buffer, against fake engines and a trainer in a thread."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_sao.records import Goodbye, Hello, NeedBatch, Prompt, PushRequest, PushSent, StepReport, Trajectory, Turn
+from megatron_sao.rollout.assemble import assemble
+from megatron_sao.rollout.engine_client import EngineClient
+from megatron_sao.rollout.engine_pool import EnginePool
+from megatron_sao.schedule.ledger import Ledger
+from megatron_sao.schedule.loop import Scheduler, ScheduleSettings
+from megatron_sao.transport.channel import SchedulerChannel, TrainerChannel
+from tests.schedule.fake_engine import FakeEngine
+from tests.schedule.support import make_prompt
+
+LIMIT_S = 30.0  # of a whole test; nothing comes near it unless it hangs
+
+HELLO = Hello(policy_version=0, num_trainer_ranks=2, master_address="127.0.0.1", master_port=1, plan=b"plan", plan_hash="h")
+
+
+@dataclass
+class Notes:
+    """An observer that remembers."""
+
+    steps: list[tuple[StepReport, dict, list[str]]] = field(default_factory=list)
+    evaluations: list = field(default_factory=list)
+
+    def waited(self, phase, num_ready, num_needed):
+        pass
+
+    def stepped(self, report, metrics, trajectories):
+        self.steps.append((report, metrics, [t.prompt.prompt_id for t in trajectories]))
+
+    def evaluated(self, result, policy_version, trajectories):
+        self.evaluations.append((result, policy_version))
+
+
+@dataclass
+class Outcome:
+    answer: object  # what the trainer function returned
+    trainer_error: Exception | None
+    scheduler_error: Exception | None
+    summary: dict
+    notes: Notes
+    engines: list[FakeEngine]
+
+
+def numbered_prompts() -> Iterator[Prompt]:
+    return (make_prompt(f"p{i}") for i in itertools.count())
+
+
+def settings(**changes) -> ScheduleSettings:
+    given = dict(
+        batch_trajectories=4, max_staleness=2, max_in_flight=6, batch_timeout_s=10.0, push_timeout_s=5.0,
+        push_backend="gloo", trainer_start_timeout_s=10.0, abort_linger_s=5.0,
+    )
+    return ScheduleSettings(**(given | changes))
+
+
+def play_together(
+    tmp_path: Path,
+    trainer: Callable,
+    *,
+    engines: list[dict] | None = None,
+    prompts: Iterator[Prompt] | None = None,
+    run_episode: Callable | None = None,
+    num_eval: int = 3,
+    at_start: Callable | None = None,
+    **changes,
+) -> Outcome:
+    """Run a scheduler and `trainer(channel, engines)` (in a thread) until both are over.
+
+    Args:
+        engines: the arguments of each FakeEngine; default: one without faults.
+        prompts, run_episode: replace the endless prompts and the one-turn episode.
+        at_start: async function of (scheduler, engines) that runs beside.
+        changes: of ScheduleSettings.
+    """
+
+    async def one_turn(prompt: Prompt, pool: EnginePool) -> Trajectory:
+        sample = await pool.generate([1, 2], max_tokens=8)
+        turn = Turn(observation_ids=[1, 2], action_ids=sample.token_ids, logp_sampler=sample.logp,
+                    version_spans=sample.version_spans, stop_reason=sample.stop_reason)
+        return assemble(prompt, [turn], reward=1.0, is_cut=False, started_s=0.0, finished_s=1.0)
+
+    async def run() -> Outcome:
+        fakes = [FakeEngine(**given) for given in engines or [{}]]
+        for fake in fakes:
+            await fake.start()
+        pool = EnginePool([EngineClient(fake.url, request_timeout_s=8.0) for fake in fakes], wait_timeout_s=8.0)
+        play = run_episode or one_turn
+        channel = SchedulerChannel("127.0.0.1", 0)
+        ledger, notes = Ledger(tmp_path / "ledger.sqlite"), Notes()
+        scheduler = Scheduler(
+            channel=channel,
+            engines=pool,
+            prompts=prompts or numbered_prompts(),
+            eval_prompts=[make_prompt(f"eval{i}") for i in range(num_eval)],
+            run_episode=lambda prompt: play(prompt, pool),
+            ledger=ledger,
+            settings=settings(**changes),
+            observer=notes,
+        )
+        beside = asyncio.create_task(at_start(scheduler, fakes)) if at_start else None
+        served = asyncio.create_task(scheduler.run())
+        trained = asyncio.create_task(asyncio.to_thread(_train, trainer, channel.address, fakes))
+        try:
+            (answer, trainer_error), error = await asyncio.wait_for(
+                asyncio.gather(trained, _error_of(served)), LIMIT_S
+            )
+            return Outcome(answer, trainer_error, error, scheduler.summary(), notes, fakes)
+        finally:
+            if beside:
+                beside.cancel()
+            ledger.close()
+            await channel.close()
+            await pool.close()
+            for fake in fakes:
+                await fake.stop()
+
+    return asyncio.run(run())
+
+
+def _train(trainer: Callable, address: str, fakes: list[FakeEngine]) -> tuple[object, Exception | None]:
+    channel = TrainerChannel(address, timeout_s=20.0)
+    try:
+        return trainer(channel, fakes), None
+    except Exception as error:
+        return None, error
+    finally:
+        channel.close()
+
+
+async def _error_of(served: asyncio.Task) -> Exception | None:
+    try:
+        await served
+    except Exception as error:
+        return error
+    return None
+
+
+# ---- what a trainer does --------------------------------------------------------------------------------------------
+
+
+def take(channel: TrainerChannel, step: int, version: int, *, phase: str = "train", num: int = 4):
+    return channel.request(NeedBatch(step=step, phase=phase, num_trajectories=num, policy_version=version))
+
+
+def push(channel: TrainerChannel, version: int):
+    channel.request(PushRequest(policy_version=version))
+    return channel.request(PushSent(policy_version=version))
+
+
+def report(channel: TrainerChannel, step: int, version: int, *, phase: str = "train", is_trained: bool = True):
+    given = StepReport(step=step, phase=phase, policy_version=version, is_trained=is_trained, metrics={"policy/loss": 1.0})
+    return channel.request(given)
+
+
+def train(channel: TrainerChannel, num_steps: int, version: int = 0) -> int:
+    """So many whole steps. Returns the version afterwards."""
+    for step in range(num_steps):
+        take(channel, step, version)
+        version += 1
+        push(channel, version)
+        report(channel, step, version)
+    return version
+
+
+def finish(channel: TrainerChannel):
+    return channel.request(Goodbye(reason="finished", result={"pass_rate_after": 0.9}))

@@ -1,0 +1,442 @@
+"""The scheduler with a real channel, client, pool and ledger; only engines and trainer are stand-ins."""
+
+import time
+
+import pytest
+
+from megatron_sao.errors import DataError, EngineError, ProtocolError
+from megatron_sao.records import EvalRequest, Goodbye, Hello, PushRequest, PushSent, Welcome
+from megatron_sao.rollout.assemble import Unscored
+from tests.schedule.harness import HELLO, finish, numbered_prompts, play_together, push, report, take, train
+from tests.schedule.support import make_prompt, make_trajectory
+
+
+def balances(summary: dict) -> bool:
+    return summary["issued"] == summary["trained"] + summary["dropped"] + summary["in_flight"]
+
+
+def test_a_whole_run(tmp_path):
+    def trainer(channel, engines):
+        welcome = channel.request(HELLO)
+        before = channel.request(EvalRequest(name="before"))
+        take(channel, 0, 0, phase="value_pretrain", num=30)
+        for update in range(3):  # many updates on one batch
+            report(channel, update, 0, phase="value_pretrain")
+        take(channel, 0, 0, phase="value_warmup")
+        report(channel, 0, 0, phase="value_warmup")
+        version = train(channel, 6)
+        after = channel.request(EvalRequest(name="after"))
+        finish(channel)
+        return welcome, before, version, after
+
+    out = play_together(tmp_path, trainer, engines=[{}, {}])
+    assert (out.trainer_error, out.scheduler_error) == (None, None)
+    welcome, before, version, after = out.answer
+    assert (welcome, version) == (Welcome(num_engines=2), 6)
+    assert (before.pass_rate, before.num_episodes, after.mean_reward) == (1.0, 3, 1.0)
+    assert [engine.version for engine in out.engines] == ["6", "6"]
+    assert out.summary["trained"] == 30 + 4 + 6 * 4
+    assert out.summary["num_pushes"] == 6
+    assert out.summary["lag_max"] <= 2
+    assert out.summary["result"] == {"pass_rate_after": 0.9}
+    assert balances(out.summary)
+    assert [(r.phase, r.step, len(ids)) for r, _, ids in out.notes.steps] == [
+        ("value_pretrain", 0, 30), ("value_pretrain", 1, 0), ("value_pretrain", 2, 0), ("value_warmup", 0, 4),
+        *(("train", step, 4) for step in range(6)),
+    ]
+    trained_ids = [i for _, _, ids in out.notes.steps for i in ids]
+    assert len(set(trained_ids)) == len(trained_ids)
+    assert not any(i.startswith("eval") for i in trained_ids)
+    metrics = out.notes.steps[-1][1]
+    assert metrics["policy/loss"] == 1.0
+    assert metrics["rollout/pass_rate"] == 1.0
+    assert {"schedule/wait_s", "schedule/buffered", "schedule/in_flight", "schedule/tokens_per_s", "lag/max"} <= set(metrics)
+
+
+def test_requests_in_flight_survive_every_push_and_carry_both_versions(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        version = train(channel, 8)
+        take(channel, 8, version)
+        report(channel, 8, version, is_trained=False)
+        finish(channel)
+
+    out = play_together(tmp_path, trainer, engines=[{"num_tokens": 25}, {"num_tokens": 25}])
+    assert out.scheduler_error is None
+    assert out.summary["requests_in_flight_at_pushes"] > 0
+    assert out.summary["requests_lost_by_pushes"] == 0
+    assert out.summary["trajectories_across_pushes"] > 0
+    assert out.summary["dropped_by_reason"]["no_signal"] == 4
+    assert all(engine.num_tokens_during_update == 0 for engine in out.engines)
+    assert balances(out.summary)
+    for engine in out.engines:
+        assert engine.calls == ["init"] + ["pause", "start", "update", "finish", "resume"] * 8
+
+
+def test_every_engine_gets_its_own_place_in_the_weight_group(tmp_path):
+    seen = []
+
+    async def watch(scheduler, engines):
+        original = scheduler._engines.init_weight_transfer
+
+        async def keep(infos):
+            seen.extend(infos)
+            await original(infos)
+
+        scheduler._engines.init_weight_transfer = keep
+
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        finish(channel)
+
+    play_together(tmp_path, trainer, engines=[{}, {}, {}], at_start=watch)
+    assert [(info["rank_offset"], info["world_size"]) for info in seen] == [(2, 5), (3, 5), (4, 5)]
+    assert seen[0]["plan"] == "cGxhbg=="  # base64 of b"plan"
+    assert seen[0] | {"rank_offset": 3} == seen[1]
+
+
+# ---- faults: the trainer learns the reason within seconds -----------------------------------------------------------
+
+
+def fails_with(out, text: str, kind: type = EngineError) -> None:
+    assert isinstance(out.trainer_error, ProtocolError)
+    assert text in str(out.trainer_error)
+    assert isinstance(out.scheduler_error, kind)
+    assert balances(out.summary)
+
+
+@pytest.mark.parametrize("fault", ["refuse", "die"])
+def test_an_engine_that_fails_in_generation(tmp_path, fault):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        began = time.monotonic()
+        try:
+            take(channel, 0, 0)
+        finally:
+            assert time.monotonic() - began < 10.0
+
+    fails_with(play_together(tmp_path, trainer, engines=[{"faults": {"generate": fault}}]), "generate")
+
+
+def test_an_engine_that_dies_while_the_trainer_computes(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        engines[0].hold = True  # requests are with the engine when it dies
+        engines[0].kill()
+        time.sleep(0.5)
+        push(channel, 1)
+
+    out = play_together(tmp_path, trainer, engines=[{"num_tokens": 40}], max_in_flight=4)
+    fails_with(out, "has the engine died")
+    assert "pause" not in out.engines[0].calls
+
+
+@pytest.mark.parametrize("step", ["pause", "start", "update", "finish"])
+@pytest.mark.parametrize("fault", ["refuse", "die", "hang"])
+def test_a_push_that_fails_publishes_nothing_and_resumes_what_is_whole(tmp_path, step, fault):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        push(channel, 1)
+
+    out = play_together(tmp_path, trainer, engines=[{}, {"faults": {step: fault}}], push_timeout_s=1.0)
+    assert isinstance(out.trainer_error, ProtocolError)
+    assert isinstance(out.scheduler_error, EngineError)
+    assert out.summary["policy_version"] == 0
+    if step == "pause":  # no update began: the healthy engine goes on
+        assert out.engines[0].calls[-1] == "resume"
+    else:  # its weights may be half-updated: it must not serve
+        assert step == "finish" or "resume" not in out.engines[0].calls
+    if step != "finish":
+        assert "finish" not in out.engines[0].calls
+
+
+def test_a_version_that_was_not_taken_over_is_noticed(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        push(channel, 1)
+
+    out = play_together(tmp_path, trainer, engines=[{}, {"faults": {"finish": "forget"}}])
+    fails_with(out, "engines report [1, 0]", ProtocolError)
+    assert "resume" in out.engines[0].calls
+
+
+def test_an_engine_that_fails_while_the_trainer_sends(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        channel.request(PushRequest(policy_version=1))
+        time.sleep(0.5)  # the scheduler notices meanwhile
+        channel.request(PushSent(policy_version=1))
+
+    fails_with(play_together(tmp_path, trainer, engines=[{"faults": {"update": "refuse"}}]), "update failed inside")
+
+
+def third_one_fails():
+    calls = iter(range(1000))
+
+    async def run_episode(prompt, pool):
+        if next(calls) == 2:
+            raise ValueError("reward backend failed")
+        return make_trajectory(prompt.prompt_id)
+
+    return run_episode
+
+
+def test_an_environment_that_raises(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        take(channel, 1, 0)
+
+    out = play_together(tmp_path, trainer, run_episode=third_one_fails())
+    fails_with(out, "reward backend failed", ValueError)
+
+
+def test_a_prompt_source_that_raises(tmp_path):
+    def prompts():
+        yield make_prompt("a")
+        raise DataError("prompts.jsonl line 2 is no JSON")
+
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+
+    fails_with(play_together(tmp_path, trainer, prompts=prompts()), "prompts.jsonl line 2", DataError)
+
+
+def test_prompts_that_end_are_a_clean_end_until_more_are_needed(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        report(channel, 0, 0, is_trained=False)
+        finish(channel)
+
+    few = (make_prompt(f"p{i}") for i in range(6))
+    out = play_together(tmp_path, trainer, prompts=few)
+    assert (out.trainer_error, out.scheduler_error, out.summary["issued"]) == (None, None, 6)
+
+    def greedy(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        report(channel, 0, 0, is_trained=False)
+        take(channel, 1, 0)
+
+    (tmp_path / "again").mkdir()
+    few = (make_prompt(f"p{i}") for i in range(6))
+    fails_with(play_together(tmp_path / "again", greedy, prompts=few), "ran out", DataError)
+
+
+def test_a_prompt_issued_twice(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+
+    twice = iter([make_prompt("a"), make_prompt("a")])
+    fails_with(play_together(tmp_path, trainer, prompts=twice), "a was issued before", ProtocolError)
+
+
+def test_episodes_that_never_end(tmp_path):
+    async def hold(scheduler, engines):
+        engines[0].hold = True
+
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+
+    out = play_together(tmp_path, trainer, at_start=hold, batch_timeout_s=0.5)
+    fails_with(out, "schedule.batch_timeout_s", ProtocolError)
+    assert out.summary["in_flight_running"] == 6
+
+
+def test_unscored_episodes_are_dropped_and_counted(tmp_path):
+    calls = iter(range(1000))
+
+    async def run_episode(prompt, pool):
+        if next(calls) % 2:
+            raise Unscored("unscored", "no reward")
+        return make_trajectory(prompt.prompt_id)
+
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        batch = take(channel, 0, 0)
+        report(channel, 0, 0, is_trained=False)
+        result = channel.request(EvalRequest(name="x"))
+        finish(channel)
+        return [t.prompt.prompt_id for t in batch.trajectories], result
+
+    out = play_together(tmp_path, trainer, run_episode=run_episode, num_eval=40)
+    ids, result = out.answer
+    assert len(ids) == 4
+    assert out.summary["dropped_by_reason"]["unscored"] >= 3
+    assert result.num_episodes == 40 and result.pass_rate == 0.5  # could not be scored = not passed
+    assert balances(out.summary)
+
+
+def test_stale_trajectories_are_dropped_when_the_step_consumes(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        version = 0
+        for step in range(5):
+            take(channel, step, version)
+            push(channel, version := version + 1)
+            push(channel, version := version + 1)  # two pushes a step: what waits ages twice as fast
+            report(channel, step, version)
+        finish(channel)
+
+    out = play_together(tmp_path, trainer, max_staleness=1)
+    assert out.scheduler_error is None
+    assert out.summary["dropped_by_reason"]["stale"] > 0
+    assert out.summary["lag_max"] <= 1
+    assert sum(metrics["schedule/dropped_stale"] for _, metrics, _ in out.notes.steps) == (
+        out.summary["dropped_by_reason"]["stale"]
+    )
+    assert balances(out.summary)
+
+
+def test_a_trainer_that_resumes_publishes_first_and_versions_never_fall(tmp_path):
+    resumed = Hello(policy_version=57, num_trainer_ranks=1, master_address="127.0.0.1", master_port=1, plan=b"", plan_hash="")
+
+    def trainer(channel, engines):
+        channel.request(resumed)
+        push(channel, 57)
+        versions = set(take(channel, 57, 57).trajectories[0].version_t.tolist())
+        push(channel, 58)
+        report(channel, 57, 58)
+        with pytest.raises(ProtocolError, match="the next one is 59"):
+            push(channel, 1)
+        return versions
+
+    out = play_together(tmp_path, trainer)
+    assert out.trainer_error is None
+    assert out.answer == {-1, 57}
+    assert [engine.version for engine in out.engines] == ["58"]
+    assert isinstance(out.scheduler_error, ProtocolError)
+
+
+def out_of_turn(channel, name: str) -> None:
+    match name:
+        case "batch before hello":
+            take(channel, 0, 0)
+        case "hello twice":
+            channel.request(HELLO)
+            channel.request(HELLO)
+        case "batch of another version":
+            channel.request(HELLO)
+            take(channel, 0, 3)
+        case "resumed trainer that does not push":
+            channel.request(Hello(policy_version=5, num_trainer_ranks=1, master_address="h", master_port=1, plan=b"",
+                                  plan_hash=""))
+            take(channel, 0, 5)
+        case "batch while one is open":
+            channel.request(HELLO)
+            take(channel, 0, 0)
+            take(channel, 1, 0)
+        case "report of another step":
+            channel.request(HELLO)
+            take(channel, 0, 0)
+            report(channel, 1, 0)
+        case "report without a batch":
+            channel.request(HELLO)
+            report(channel, 0, 0)
+        case "report of a version that was not pushed":
+            channel.request(HELLO)
+            take(channel, 0, 0)
+            report(channel, 0, 1)
+        case "sent without a push":
+            channel.request(HELLO)
+            channel.request(PushSent(policy_version=1))
+        case "sent of another version":
+            channel.request(HELLO)
+            channel.request(PushRequest(policy_version=1))
+            channel.request(PushSent(policy_version=2))
+        case "batch during a push":
+            channel.request(HELLO)
+            channel.request(PushRequest(policy_version=1))
+            take(channel, 0, 0)
+        case "evaluation during a push":
+            channel.request(HELLO)
+            channel.request(PushRequest(policy_version=1))
+            channel.request(EvalRequest(name="x"))
+        case "no trajectories":
+            channel.request(HELLO)
+            take(channel, 0, 0, num=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batch before hello", "hello twice", "batch of another version", "resumed trainer that does not push",
+        "batch while one is open", "report of another step", "report without a batch",
+        "report of a version that was not pushed", "sent without a push", "sent of another version",
+        "batch during a push", "evaluation during a push", "no trajectories",
+    ],
+)
+def test_messages_out_of_turn_are_refused(tmp_path, name):
+    out = play_together(tmp_path, lambda channel, engines: out_of_turn(channel, name), trainer_start_timeout_s=1.0,
+                        abort_linger_s=0.5)
+    assert isinstance(out.trainer_error, ProtocolError)
+    assert isinstance(out.scheduler_error, ProtocolError)
+    assert balances(out.summary)
+
+
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_at_the_end_stays_in_flight(tmp_path):
+    async def hold_later(scheduler, engines):
+        engines[0].num_tokens = 1
+
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        report(channel, 0, 0)
+        engines[0].hold = True
+        time.sleep(0.2)
+        finish(channel)
+
+    out = play_together(tmp_path, trainer, at_start=hold_later, prompts=numbered_prompts())
+    assert out.scheduler_error is None
+    assert out.summary["trained"] == 4
+    assert out.summary["in_flight"] == out.summary["issued"] - 4 > 0
+
+
+def test_a_batch_without_a_report_stays_in_flight(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0, phase="value_pretrain")
+        finish(channel)
+
+    out = play_together(tmp_path, trainer)
+    assert (out.summary["trained"], out.summary["in_flight_training"]) == (0, 4)
+
+
+def test_a_trainer_that_failed_makes_the_scheduler_fail(tmp_path):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        channel.request(Goodbye(reason="loss is NaN"))
+
+    out = play_together(tmp_path, trainer)
+    assert out.trainer_error is None
+    assert "loss is NaN" in str(out.scheduler_error)
+
+
+@pytest.mark.parametrize("moment", ["idle", "push"])
+def test_a_trainer_that_goes_away_ends_the_scheduler(tmp_path, moment):
+    def trainer(channel, engines):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        if moment == "push":
+            channel.request(PushRequest(policy_version=1))
+
+    out = play_together(tmp_path, trainer)
+    assert out.trainer_error is None
+    assert "the trainer went away" in str(out.scheduler_error)
+    assert balances(out.summary)
+
+
+def test_a_scheduler_without_a_trainer_ends(tmp_path):
+    out = play_together(tmp_path, lambda channel, engines: None, trainer_start_timeout_s=0.5, abort_linger_s=0.2)
+    assert "no trainer said Hello" in str(out.scheduler_error)
