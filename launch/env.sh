@@ -34,7 +34,6 @@ sao_install() {
         "$folder/bin/python" -m pip install --quiet uv==0.13.9 >>"$log" 2>&1 &&
         "$folder/bin/uv" pip install --quiet --python "$folder/bin/python" --no-deps \
             --requirement "$sao_root/launch/requirements-cpu.txt" >>"$log" 2>&1 &&
-        "$folder/bin/python" "$sao_root/launch/register_plugin.py" >>"$log" 2>&1 &&
         touch "$folder/complete" && return
     sao_say "the installation failed; the end of $log:"
     tail -n 5 "$log" >&2
@@ -47,7 +46,7 @@ sao_activate() {
     if [ -n "${MEGATRON_SAO_PYTHON:-}" ]; then
         folder=$(dirname "$(dirname "$MEGATRON_SAO_PYTHON")")
     else
-        key=$(cat "$sao_root/launch/requirements-cpu.txt" "$sao_root/launch/register_plugin.py" | sha256sum | cut -c1-12)
+        key=$(sha256sum <"$sao_root/launch/requirements-cpu.txt" | cut -c1-12)
         folder=$home/env-$key
         if [ ! -e "$folder/complete" ]; then # one installer at a time; who waited finds it done
             (flock --wait 900 9 && { [ -e "$folder/complete" ] || sao_install "$folder"; }) 9>"$home/install.lock" || return 1

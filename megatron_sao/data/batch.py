@@ -32,6 +32,8 @@ class PackedBatch:
     eps_high_t: torch.Tensor  # float32
     starts: torch.Tensor  # int64 [N+1]
     is_cut: torch.Tensor  # bool [N]
+    reward_n: torch.Tensor  # float32 [N]; all rewards of the trajectory, for the arms without a value model
+    group_n: torch.Tensor  # int64 [N]; trajectories of the same prompt share a number
 
     @property
     def num_trajectories(self) -> int:
@@ -62,7 +64,8 @@ class PackedBatch:
         lengths = self.lengths()[list(numbers)] if numbers else self.lengths()[:0]
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         per_token = {name: getattr(self, name)[index] for name in _PER_TOKEN}
-        return PackedBatch(**per_token, starts=starts, is_cut=self.is_cut[list(numbers)])
+        per_trajectory = {name: getattr(self, name)[list(numbers)] for name in _PER_TRAJECTORY}
+        return PackedBatch(**per_token, **per_trajectory, starts=starts)
 
     def token_index(self, numbers: Sequence[int]) -> torch.Tensor:
         """Positions in this batch of the tokens of some trajectories: int64, for gathering and scattering."""
@@ -71,7 +74,8 @@ class PackedBatch:
         return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
 
 
-_PER_TOKEN = [f.name for f in fields(PackedBatch) if f.name not in ("starts", "is_cut")]
+_PER_TRAJECTORY = ("is_cut", "reward_n", "group_n")
+_PER_TOKEN = tuple(f.name for f in fields(PackedBatch) if f.name not in ("starts", *_PER_TRAJECTORY))
 
 
 def pack(
@@ -111,7 +115,15 @@ def pack(
         eps_high_t=torch.repeat_interleave(eps[:, 1], lengths),
         starts=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         is_cut=torch.tensor([t.is_cut for t in trajectories], dtype=torch.bool),
+        reward_n=torch.tensor([float(t.reward_t.sum()) for t in trajectories], dtype=torch.float32),
+        group_n=torch.tensor(_group_numbers([t.prompt.prompt_id for t in trajectories]), dtype=torch.int64),
     )
+
+
+def _group_numbers(prompt_ids: Sequence[str]) -> list[int]:
+    """The rollouts of one prompt are named PROMPT#0, PROMPT#1, ...; without # each is a group of its own."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(name.split("#")[0], len(numbers)) for name in prompt_ids]
 
 
 def to_decoder(about_token: torch.Tensor, starts: torch.Tensor, fill: float | int | bool = 0) -> torch.Tensor:

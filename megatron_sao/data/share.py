@@ -39,6 +39,9 @@ class Share:
     micro_batches: list[MicroBatch]
     num_step_action_tokens: int  # of the whole step, over all ranks: THE denominator of every token mean
     num_step_trajectories: int  # trajectories with an action token, of the whole step
+    numbers: list[int]  # which trajectories of the step these are
+    step_reward_n: torch.Tensor  # float32 [all trajectories of the step]
+    step_group_n: torch.Tensor  # int64 [all trajectories of the step]
 
 
 def share_of(batch: PackedBatch, rank: int, num_ranks: int, budget_tokens: int, multiple: int) -> Share:
@@ -58,7 +61,15 @@ def share_of(batch: PackedBatch, rank: int, num_ranks: int, budget_tokens: int, 
         first += len(part)
     has_action = torch.zeros(batch.num_trajectories, dtype=torch.bool)
     has_action[batch.trajectory_of_token()[batch.action_mask]] = True
-    return Share(share_batch, parts, batch.num_action_tokens, int(has_action.sum()))
+    return Share(
+        batch=share_batch,
+        micro_batches=parts,
+        num_step_action_tokens=batch.num_action_tokens,
+        num_step_trajectories=int(has_action.sum()),
+        numbers=mine,
+        step_reward_n=batch.reward_n,
+        step_group_n=batch.group_n,
+    )
 
 
 def _micro_batch(share_batch: PackedBatch, numbers: Sequence[int], multiple: int) -> MicroBatch:

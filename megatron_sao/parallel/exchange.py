@@ -32,27 +32,24 @@ def any_rank(flag: bool) -> bool:
     return bool(found.item())
 
 
-def sum_over_data(sums: dict[str, float]) -> dict[str, float]:
-    """Add up named sums over the data-parallel ranks; every rank gets the totals.
+def merge_over_data(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Named statistics over the data-parallel ranks: those called `max_...` by maximum, all others by sum.
 
-    The ranks must bring the same keys in any order (they come from the same code). Collective: the data axis.
+    Args: named: any shapes; the same names and shapes on every rank, also on one without tokens.
+    Returns: float64 on the CPU, equal on every rank. Collective: the data axis.
     """
-    return _reduce_over_data(sums, dist.ReduceOp.SUM)
-
-
-def max_over_data(values: dict[str, float]) -> dict[str, float]:
-    """Largest of named values over the data-parallel ranks. Collective: the data axis."""
-    return _reduce_over_data(values, dist.ReduceOp.MAX)
-
-
-def _reduce_over_data(values: dict[str, float], op: Any) -> dict[str, float]:
-    names = sorted(values)
-    packed = torch.tensor([float(values[n]) for n in names], dtype=torch.float64)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if names and group.size() > 1:
-        packed = packed.to(_device())
-        dist.all_reduce(packed, op=op, group=group)
-    return dict(zip(names, packed.tolist(), strict=True))
+    merged = {name: value.detach().to("cpu", torch.float64) for name, value in named.items()}
+    if group.size() == 1:
+        return merged
+    for is_max, op in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+        names = sorted(name for name in merged if name.startswith("max_") == is_max)
+        if names:
+            flat = torch.cat([merged[name].flatten() for name in names]).to(_device())
+            dist.all_reduce(flat, op=op, group=group)
+            parts = flat.cpu().split([merged[name].numel() for name in names])
+            merged |= {name: part.view(merged[name].shape) for name, part in zip(names, parts, strict=True)}
+    return merged
 
 
 def from_last_stage(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:

@@ -3,10 +3,12 @@
 import torch
 
 from megatron_sao.algo.gae import length_adaptive_lambda_n, packed_plain_gae, packed_skip_observation_gae
+from megatron_sao.algo.masked import masked_sum
+from megatron_sao.algo.policy_losses import group_advantages, running_mean_advantages, token_advantages, turn_level_gae
 from megatron_sao.algo.statistics import explained_variance, explained_variance_sums, moments, whitened
 from megatron_sao.config.algo import Algo
 from megatron_sao.data.share import Share
-from megatron_sao.parallel.exchange import sum_over_data
+from megatron_sao.parallel.exchange import merge_over_data
 
 
 def value_targets(share: Share, value: torch.Tensor, algo: Algo) -> torch.Tensor:
@@ -24,10 +26,25 @@ def policy_advantages(share: Share, value: torch.Tensor, algo: Algo) -> torch.Te
     if not algo.whiten:
         return advantage
     mask = share.batch.action_mask
-    totals = moments(advantage, mask)
-    names = [str(i) for i in range(len(totals))]
-    summed = sum_over_data(dict(zip(names, totals.tolist(), strict=True)))
-    return whitened(advantage, mask, totals.new_tensor([summed[name] for name in names]))
+    return whitened(advantage, mask, merge_over_data({"moments": moments(advantage, mask)})["moments"])
+
+
+def group_baseline_advantages(share: Share) -> torch.Tensor:
+    """GRPO's advantages, (reward - mean of the prompt's group) / std, on every action token: float32 [S]."""
+    advantage_n = group_advantages(share.step_reward_n, share.step_group_n)[share.numbers]
+    return token_advantages(advantage_n, share.batch.action_mask, share.batch.starts)
+
+
+class RunningMean:
+    """The baseline of REINFORCE without a value model: the running mean of past rewards, one for all prompts."""
+
+    def __init__(self):
+        self.mean: float | None = None
+
+    def advantages(self, share: Share) -> torch.Tensor:
+        """reward - (mean before this step), on every action token: float32 [S]. Effect: takes the step's rewards in."""
+        advantage_n, self.mean = running_mean_advantages(share.step_reward_n, self.mean)
+        return token_advantages(advantage_n[share.numbers], share.batch.action_mask, share.batch.starts)
 
 
 def policy_lambda(share: Share, algo: Algo) -> torch.Tensor:
@@ -47,16 +64,12 @@ def policy_lambda(share: Share, algo: Algo) -> torch.Tensor:
 
 def _estimate(share: Share, value: torch.Tensor, algo: Algo, lam: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch = share.batch
+    given = (batch.reward_t, value, batch.action_mask)
+    options = dict(gamma=algo.gamma, lam=lam, bootstrap_value=_bootstrap(share, value, algo))
+    if algo.action_level != "token":
+        return turn_level_gae(*given, batch.turn_t, batch.starts, action_level=algo.action_level, **options)
     estimator = {"skip_observation": packed_skip_observation_gae, "plain": packed_plain_gae}[algo.gae]
-    return estimator(
-        batch.reward_t,
-        value,
-        batch.action_mask,
-        batch.starts,
-        gamma=algo.gamma,
-        lam=lam,
-        bootstrap_value=_bootstrap(share, value, algo),
-    )
+    return estimator(*given, batch.starts, **options)
 
 
 def _bootstrap(share: Share, value: torch.Tensor, algo: Algo) -> torch.Tensor:
@@ -74,12 +87,17 @@ def value_quality(share: Share, value: torch.Tensor, target: torch.Tensor) -> di
 
     Collective: the data axis.
     """
-    sums = sum_over_data(explained_variance_sums(value, target, share.batch.action_mask))
-    count = max(share.num_step_action_tokens, 1)
     mask = share.batch.action_mask
-    means = sum_over_data({"value": float(value[mask].sum()), "target": float(target[mask].sum())})
+    totals = merge_over_data(
+        {
+            "explained": explained_variance_sums(value, target, mask),
+            "value": masked_sum(value, mask),
+            "target": masked_sum(target, mask),
+        }
+    )
+    count = max(share.num_step_action_tokens, 1)
     return {
-        "value/explained_variance": explained_variance(sums),
-        "value/mean": means["value"] / count,
-        "value/target_mean": means["target"] / count,
+        "value/explained_variance": explained_variance(totals["explained"]),
+        "value/mean": float(totals["value"]) / count,
+        "value/target_mean": float(totals["target"]) / count,
     }

@@ -2,128 +2,112 @@
 
 import torch
 
-from megatron_sao.algo.dis import dis_loss, dis_metrics, dis_statistics
-from megatron_sao.algo.policy_losses import one_sided_loss, ppo_clip_loss
+from megatron_sao.algo.dis import dis_loss, dis_metrics, dis_statistics, policy_gradient_loss
+from megatron_sao.algo.masked import masked_sum, trajectory_mean_denominator
+from megatron_sao.algo.policy_losses import one_sided_weight, ppo_clip_loss
+from megatron_sao.config import Config
 from megatron_sao.config.algo import Algo
 from megatron_sao.data.batch import PackedBatch
 from megatron_sao.data.share import MicroBatch, Share
 from megatron_sao.models.optimizer import Learner
-from megatron_sao.parallel.exchange import max_over_data, sum_over_data
+from megatron_sao.parallel.exchange import merge_over_data
 from megatron_sao.parallel.schedule import run_schedule
 from megatron_sao.train.logprobs import learner_logprob
 from megatron_sao.train.shares import scatter_to_share
 from megatron_sao.train.value_step import step_loss
 
 
-def policy_loss(
-    algo: Algo, logp_learner: torch.Tensor, batch: PackedBatch, advantage: torch.Tensor, num_action_tokens: int
-) -> torch.Tensor:
-    """This share's part of the policy loss: -sum f(ratio) * A * logp / action tokens of the step, for the arm's f.
-
-    Args: logp_learner float32 [S] with gradient; advantage float32 [S]; both about the tokens of `batch`.
-    """
-    given = (logp_learner, batch.logp_sampler, advantage, batch.action_mask)
-    if algo.loss == "ppo_clip":
-        return ppo_clip_loss(
-            *given, clip_low=algo.ppo_clip_low, clip_high=algo.ppo_clip_high, num_action_tokens=num_action_tokens
-        )
-    loss = {"dis": dis_loss, "one_sided": one_sided_loss}[algo.loss]
-    return loss(*given, eps_low=batch.eps_low_t, eps_high=batch.eps_high_t, num_action_tokens=num_action_tokens)
-
-
 def policy_update(
-    model: Learner, share: Share, advantage: torch.Tensor, algo: Algo, temperature: float, true_vocab: int
+    model: Learner, share: Share, advantage: torch.Tensor, config: Config, true_vocab: int
 ) -> dict[str, float]:
     """One optimizer step of the policy on the share.
 
-    Args:
-        advantage: float32 [S] over the share; anything off the action mask.
-        temperature: the sampling temperature, so that learner and sampler score the same distribution.
+    Learner and sampler are scored at the same (sampling) temperature.
+
+    Args: advantage: float32 [S] over the share; anything off the action mask.
     Returns: metrics of the whole step (loss, gradient norm, rejected fractions, agreement with the sampler by lag).
     Collective: every rank of the world.
     """
-    weighted = advantage * token_weight(algo, share)
+    temperature = config.sampling.temperature
 
     def loss_function(logits: torch.Tensor, micro_batch: MicroBatch):
         batch = micro_batch.batch.to(logits.device)
         logp, entropy = learner_logprob(logits, micro_batch, temperature, true_vocab)
-        advantage_here = weighted[micro_batch.token_index].to(logits.device)
-        loss = policy_loss(algo, logp, batch, advantage_here, share.num_step_action_tokens)
+        advantage_here = advantage[micro_batch.token_index].to(logits.device)
+        loss = policy_loss(config.algo, logp, batch, advantage_here, share)
         return loss, {"loss": loss.detach().clone(), "logp": logp.detach().cpu(), "entropy": entropy.cpu()}
 
     model.zero_grad()
     learning_rate = model.learning_rate
     reports = run_schedule(model.wrapped, share.micro_batches, loss_function, backward=True)
     was_done, grad_norm = model.update()
+    logp, entropy = scatter_to_share(reports, "logp", share), scatter_to_share(reports, "entropy", share)
     return {
         "policy/loss": step_loss(reports),
         "policy/grad_norm": grad_norm,
         "policy/learning_rate": learning_rate,
         "policy/skipped_updates": float(not was_done),
-        **sampler_agreement(share, scatter_to_share(reports, "logp", share), scatter_to_share(reports, "entropy", share)),
+        **sampler_agreement(share, logp, entropy, num_lags=config.schedule.max_staleness + 1),
     }
 
 
-def token_weight(algo: Algo, share: Share) -> torch.Tensor:
-    """Factor on each token's advantage that turns the token mean into the configured mean: float32 [S].
+def policy_loss(
+    algo: Algo, logp_learner: torch.Tensor, batch: PackedBatch, advantage: torch.Tensor, share: Share
+) -> torch.Tensor:
+    """This micro-batch's part of the policy loss: -sum f(ratio) * A * logp / (what the whole step counts).
 
-    aggregation "token": 1. "trajectory": action tokens of the step / (trajectories of the step * action tokens of this
-    trajectory), so that after the division by the action tokens of the step each trajectory counts the same.
+    Args: logp_learner float32 [S] with gradient; advantage float32 [S]; both about the tokens of `batch`.
     """
-    batch = share.batch
     if algo.aggregation == "token":
-        return torch.ones(batch.num_tokens)
-    owner = batch.trajectory_of_token()
-    per_trajectory = torch.zeros(batch.num_trajectories).index_add(0, owner, batch.action_mask.float())
-    share_of_step = share.num_step_action_tokens / max(share.num_step_trajectories, 1)
-    return share_of_step / per_trajectory.clamp(min=1)[owner]
+        count = share.num_step_action_tokens
+    else:
+        count = trajectory_mean_denominator(batch.action_mask, batch.starts, share.num_step_trajectories)
+    given = (logp_learner, batch.logp_sampler, advantage, batch.action_mask)
+    eps = {"eps_low": batch.eps_low_t, "eps_high": batch.eps_high_t}
+    if algo.loss == "dis":
+        return dis_loss(*given, **eps, num_action_tokens=count)
+    if algo.loss == "one_sided":
+        weight = one_sided_weight(logp_learner, batch.logp_sampler, advantage, **eps)
+        return policy_gradient_loss(weight, logp_learner, advantage, batch.action_mask, num_action_tokens=count)
+    return ppo_clip_loss(
+        *given, clip_low=algo.ppo_clip_low, clip_high=algo.ppo_clip_high, num_action_tokens=count
+    )
 
 
-ROUND_OFF = 1e-4  # learner and sampler of the same version may differ by this much in a log-prob, in fp32
+def sampler_agreement(
+    share: Share, logp_learner: torch.Tensor, entropy: torch.Tensor, num_lags: int
+) -> dict[str, float]:
+    """How learner and sampler agree on the action tokens of the step: DIS statistics, also by lag; entropy and lag.
 
-
-def sampler_agreement(share: Share, logp_learner: torch.Tensor, entropy: torch.Tensor) -> dict[str, float]:
-    """How learner and sampler agree on the action tokens of the step: DIS statistics, also by lag, and entropy.
-
-    At lag 0 both hold the same weights, so their log-probs differ by round-off alone; `count_above` says for how many
-    tokens they differ by more than `ROUND_OFF` (a near tie of the router can send a token to another expert).
+    At lag 0 both hold the same weights, so `dis/max_abs_logp_diff/lag0` is round-off alone, but for the rare token that
+    a near tie of the router sends to another expert.
     Collective: the data axis.
     """
-    batch = share.batch
-    mask = batch.action_mask
-    sums = dis_statistics(
+    batch, mask = share.batch, share.batch.action_mask
+    statistics = dis_statistics(
         logp_learner,
         batch.logp_sampler,
         mask,
         eps_low=batch.eps_low_t,
         eps_high=batch.eps_high_t,
         lag_t=batch.lag_t,
+        num_lags=num_lags,
     )
-    fresh = mask & (batch.lag_t == 0)
-    difference = (logp_learner - batch.logp_sampler).abs()[fresh]
-    totals = sum_over_data(
+    lag = batch.lag_t.double()
+    totals = merge_over_data(
         {
-            "entropy": float(entropy[mask].sum()),
-            "fresh": float(fresh.sum()),
-            "above": float((difference > ROUND_OFF).sum()),
-            "lag": float(batch.lag_t[mask].sum()),
-            "lagged": float((batch.lag_t[mask] >= 1).sum()),
-        }
-    )
-    largest = max_over_data(
-        {
-            "difference": float(difference.max()) if len(difference) else 0.0,
-            "lag": float(batch.lag_t.max()) if len(mask) else 0.0,
+            **statistics,
+            "entropy": masked_sum(entropy, mask),
+            "lag": masked_sum(lag, mask),
+            "lagged": (mask & (batch.lag_t > 0)).sum(),
+            "max_lag": lag.max() if len(lag) else lag.sum(),
         }
     )
     count = max(share.num_step_action_tokens, 1)
     return {
-        **dis_metrics(sum_over_data(sums)),
-        "policy/entropy": totals["entropy"] / count,
-        "agreement/lag0_tokens": totals["fresh"],
-        "agreement/lag0_count_above": totals["above"],
-        "agreement/lag0_logp_diff_max": largest["difference"],
-        "lag/token_mean": totals["lag"] / count,
-        "lag/token_max": largest["lag"],
-        "lag/lagged_token_fraction": totals["lagged"] / count,
+        **dis_metrics({name: totals[name] for name in statistics}),
+        "policy/entropy": float(totals["entropy"]) / count,
+        "lag/token_mean": float(totals["lag"]) / count,
+        "lag/token_max": float(totals["max_lag"]),
+        "lag/lagged_token_fraction": float(totals["lagged"]) / count,
     }

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from megatron_sao.config import Config
 from megatron_sao.data.share import Share
 from megatron_sao.models.optimizer import Learner
-from megatron_sao.train.advantages import policy_advantages, value_quality, value_targets
+from megatron_sao.train.advantages import (
+    RunningMean,
+    group_baseline_advantages,
+    policy_advantages,
+    value_quality,
+    value_targets,
+)
 from megatron_sao.train.policy_step import policy_update
 from megatron_sao.train.value_step import value_update
 from megatron_sao.train.values import ValueReadout, infer_values
@@ -29,6 +35,7 @@ class Models:
     value: Learner
     readout: ValueReadout
     true_vocab: int
+    running_mean: RunningMean = field(default_factory=RunningMean)  # baseline of one control arm
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,18 @@ def sao_step(models: Models, share: Share, config: Config, *, trains_policy: boo
     if share.num_step_action_tokens == 0:  # a zero gradient would still move weights through Adam's momentum
         return StepResult(has_trained=False)
     algo, value_model = config.algo, models.value
+    if algo.baseline != "value":
+        return control_step(models, share, config)
 
     value = value_before = infer_values(value_model.wrapped, share, models.readout)
     target = value_targets(share, value_before, algo)
     metrics = value_quality(share, value_before, target)
 
-    for _ in range(config.value.updates_per_step):
-        metrics |= value_update(value_model, share, target, value_before, models.readout)
+    updates = [
+        value_update(value_model, share, target, value_before, models.readout)
+        for _ in range(config.value.updates_per_step)
+    ]
+    metrics |= updates[-1] | {"value/skipped_updates": sum(update["value/skipped_updates"] for update in updates)}
 
     if not trains_policy:
         return StepResult(has_trained=True, metrics=metrics)
@@ -65,7 +77,13 @@ def sao_step(models: Models, share: Share, config: Config, *, trains_policy: boo
     if algo.advantages_from == "updated_values":
         value = infer_values(value_model.wrapped, share, models.readout)
     advantage = policy_advantages(share, value, algo)
-    metrics |= policy_update(
-        models.policy, share, advantage, algo, config.sampling.temperature, models.true_vocab
-    )
+    metrics |= policy_update(models.policy, share, advantage, config, models.true_vocab)
+    return StepResult(True, has_updated_policy=not metrics["policy/skipped_updates"], metrics=metrics)
+
+
+def control_step(models: Models, share: Share, config: Config) -> StepResult:
+    """A step of the control arms without a value model: GRPO's group baseline, or a running mean of rewards."""
+    is_group = config.algo.baseline == "group"
+    advantage = group_baseline_advantages(share) if is_group else models.running_mean.advantages(share)
+    metrics = policy_update(models.policy, share, advantage, config, models.true_vocab)
     return StepResult(True, has_updated_policy=not metrics["policy/skipped_updates"], metrics=metrics)

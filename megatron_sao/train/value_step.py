@@ -5,7 +5,7 @@ import torch
 from megatron_sao.data.batch import to_decoder
 from megatron_sao.data.share import MicroBatch, Share
 from megatron_sao.models.optimizer import Learner
-from megatron_sao.parallel.exchange import from_last_stage, sum_over_data
+from megatron_sao.parallel.exchange import from_last_stage, merge_over_data
 from megatron_sao.parallel.schedule import is_last_stage, run_schedule
 from megatron_sao.train.values import ValueReadout
 
@@ -47,5 +47,4 @@ def value_update(
 def step_loss(reports: list[dict]) -> float:
     """The loss of the whole step from the shares in `reports`. Collective: pipeline and data axes."""
     local = torch.stack([r["loss"].float().cpu() for r in reports]).sum() if is_last_stage() else None
-    on_all_stages = from_last_stage(local, ())
-    return sum_over_data({"loss": float(on_all_stages)})["loss"]
+    return float(merge_over_data({"loss": from_last_stage(local, ())})["loss"])

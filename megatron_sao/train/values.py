@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_sao.algo.value_loss import hl_gauss_loss, hl_gauss_value, value_loss
+from megatron_sao.algo.value_loss import HLGaussSupport, hl_gauss_loss, hl_gauss_value, value_loss
 from megatron_sao.config.value import Value
 from megatron_sao.data.batch import from_decoder
 from megatron_sao.data.share import MicroBatch, Share
@@ -17,15 +17,18 @@ class ValueReadout:
     """
 
     def __init__(self, config: Value):
-        self.config = config
-        self.is_categorical = config.loss == "hl_gauss"
-        self.num_outputs = config.hl_gauss_bins if self.is_categorical else 1
-        self.edges = torch.linspace(config.hl_gauss_min, config.hl_gauss_max, config.hl_gauss_bins + 1)
+        self.clip = config.value_clip or None
+        self.support = None
+        if config.loss == "hl_gauss":
+            self.support = HLGaussSupport(
+                config.hl_gauss_min, config.hl_gauss_max, config.hl_gauss_bins, config.hl_gauss_sigma
+            )
+        self.num_outputs = self.support.num_bins if self.support else 1
 
     def values(self, outputs: torch.Tensor) -> torch.Tensor:
         """[S, num_outputs] -> [S] float32, gradient kept."""
-        if self.is_categorical:
-            return hl_gauss_value(outputs, self.edges.to(outputs.device))
+        if self.support:
+            return hl_gauss_value(outputs, self.support)
         return outputs.squeeze(-1)
 
     def loss(
@@ -37,12 +40,10 @@ class ValueReadout:
         num_action_tokens: int,
     ) -> torch.Tensor:
         """This share's part of the value loss: scalar with gradient to `outputs` [S, num_outputs]."""
-        if self.is_categorical:
-            edges, sigma = self.edges.to(outputs.device), self.config.hl_gauss_sigma
-            return hl_gauss_loss(outputs, target, mask, edges=edges, sigma=sigma, num_action_tokens=num_action_tokens)
-        clip = self.config.value_clip or None
+        if self.support:
+            return hl_gauss_loss(outputs, target, mask, num_action_tokens=num_action_tokens, support=self.support)
         return value_loss(
-            outputs.squeeze(-1), target, mask, num_action_tokens=num_action_tokens, clip=clip, old_value=old_value
+            outputs.squeeze(-1), target, mask, num_action_tokens=num_action_tokens, clip=self.clip, old_value=old_value
         )
 
 

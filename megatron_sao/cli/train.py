@@ -1,0 +1,87 @@
+"""One trainer rank, started by torchrun:
+
+    torchrun --nproc-per-node 2 -m megatron_sao.cli.train CONFIG --run-folder runs/local --model MODEL_FOLDER
+
+It waits for the scheduler's address in the run folder, trains, exports the policy to `export/` there, and leaves the
+figures of the run in `result.json`.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_sao.cli.options import parse_options, run_command
+from megatron_sao.config import Config, check_model_fits, check_world_size
+from megatron_sao.errors import ConfigError, ProtocolError
+
+ADDRESS_FILE = "scheduler.json"  # written by cli/scheduler.py
+RESULT_FILE = "result.json"
+EXPORT_FOLDER = "export"
+SCHEDULER_WAIT_S = 300.0
+
+_ABOUT = "One rank of the trainer; torchrun starts all of them."
+_VALUES = {
+    "run-folder": "folder of this run; the scheduler writes its address there",
+    "model": "HF folder that both models start from",
+    "host": "address of trainer rank 0 that the engines can reach (default 127.0.0.1)",
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse_options(argv, about=_ABOUT, values=_VALUES, switches={})
+    config = options.load_config()
+    check_world_size(config, int(os.environ.get("WORLD_SIZE", 1)))
+    for name in ("run-folder", "model"):
+        if name not in options.values:
+            raise ConfigError(f"--{name} is missing: {_VALUES[name]}")
+    run_trainer(
+        config,
+        Path(options.values["run-folder"]),
+        Path(options.values["model"]),
+        options.values.get("host", "127.0.0.1"),
+    )
+
+
+def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str) -> None:
+    """Everything between start and end of one rank. Collective: every rank of the world."""
+    import torch
+
+    from megatron_sao.models.hf_folder import HFFolder
+    from megatron_sao.parallel.init import start_world, stop_world
+    from megatron_sao.train.link import SchedulerLink
+    from megatron_sao.train.loop import train
+    from megatron_sao.train.push import Pusher
+    from megatron_sao.train.setup import build_trainer
+
+    folder = HFFolder(model_folder)
+    check_model_fits(config, folder.config)
+    torch.set_num_threads(config.run.threads_per_process)
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    world = start_world(config)
+    trainer = build_trainer(config, folder, world)
+    if world.is_first:
+        print(f"value model, parameter groups of rank 0:\n{trainer.manifest}", flush=True)
+    link = SchedulerLink(_scheduler_address(run_folder), config.schedule.batch_timeout_s + 60)
+    names = {name: folder.shape(name) for name in folder.names()}
+    pusher = Pusher(trainer.exporter, names, config, link, host)
+    result = train(trainer, link, pusher, run_folder / EXPORT_FOLDER)
+    if world.is_first:
+        (run_folder / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
+    link.close()
+    stop_world()
+
+
+def _scheduler_address(run_folder: Path) -> str:
+    deadline = time.monotonic() + SCHEDULER_WAIT_S
+    path = run_folder / ADDRESS_FILE
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise ProtocolError(f"no scheduler wrote {path} within {SCHEDULER_WAIT_S:.0f} s; see its log")
+        time.sleep(0.1)
+    return json.loads(path.read_text())["address"]
+
+
+if __name__ == "__main__":
+    run_command(main)
