@@ -62,8 +62,8 @@ _CHARTS = (
         "Rejected tokens",
         "share of action tokens",
         (
-            _Series("below the interval", ("dis/rejected_low",)),
-            _Series("above the interval", ("dis/rejected_high",)),
+            _Series("ratio too low", ("dis/rejected_low",)),
+            _Series("ratio too high", ("dis/rejected_high",)),
         ),
         limits=(0.0, None),
     ),
@@ -101,9 +101,9 @@ def write_report(run_folder: Path | str, *, title: str) -> Path:
     try:
         for ax, chart in zip(axes.flat, _CHARTS, strict=True):
             _draw(ax, chart, records)
-        figure.suptitle(title, x=0.04, y=0.975, ha="left", fontsize=15, fontweight="bold", color=_INK)
+        figure.suptitle(title, x=0.055, y=0.975, ha="left", fontsize=15, fontweight="bold", color=_INK)
         figure.text(
-            0.04, 0.915, "points: each step    line: running mean    diamonds: held-out prompts", color=_MUTED, fontsize=10
+            0.055, 0.915, "points: each step    line: running mean    diamonds: held-out prompts", color=_MUTED, fontsize=10
         )
         figure.subplots_adjust(left=0.055, right=0.985, top=0.845, bottom=0.075, wspace=0.22, hspace=0.38)
         path = run_folder / REPORT_FILE
@@ -126,6 +126,8 @@ def running_mean(values: Sequence[float], window: int) -> np.ndarray:
         float64 [n]; NaN where the window holds no finite value.
     """
     values = np.asarray(values, np.float64)
+    if not len(values):
+        return values
     is_finite = np.isfinite(values)
     kernel = np.ones(window)
     sums = np.convolve(np.where(is_finite, values, 0.0), kernel, "full")[window // 2 :][: len(values)]
@@ -141,12 +143,12 @@ def _draw(ax: Axes, chart: _Chart, records: list[dict[str, Any]]) -> None:
         if not len(steps):
             continue
         num_drawn += 1
-        ax.plot(steps, values, ".", color=colour, alpha=0.35, markersize=4.5, markeredgewidth=0)
+        ax.plot(steps, values, ".", color=colour, alpha=0.45, markersize=5, markeredgewidth=0)
         ax.plot(steps, running_mean(values, max(1, len(values) // 12)), color=colour, linewidth=2, label=series.label)
         if chart.shows_warmup and steps[0] < 0:
             ax.axvline(-0.5, color=_MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-            ax.annotate("value warm-up", (-0.5, 0.02), xycoords=("data", "axes fraction"), xytext=(-4, 0),
-                        textcoords="offset points", ha="right", fontsize=8, color=_MUTED)
+            ax.annotate("left of the line: value warm-up", (-0.5, 0.02), xycoords=("data", "axes fraction"),
+                        xytext=(5, 0), textcoords="offset points", fontsize=8, color=_MUTED)
     if chart.held_out:
         steps, values = _held_out(records, chart.held_out)
         if len(steps):
@@ -159,7 +161,8 @@ def _draw(ax: Axes, chart: _Chart, records: list[dict[str, Any]]) -> None:
     if not num_drawn:
         ax.text(0.5, 0.5, "not reported", transform=ax.transAxes, ha="center", va="center", color=_MUTED)
     elif len(ax.get_legend_handles_labels()[1]) > 1:
-        ax.legend(loc="best", frameon=False, fontsize=9, labelcolor=_INK, handlelength=1.4)
+        ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=9, labelcolor=_INK,
+                  handlelength=1.2, columnspacing=1.2, borderaxespad=0.3)
     _limit(ax, chart)
 
 
