@@ -40,7 +40,7 @@ class _Chart:
     series: tuple[_Series, ...]
     limits: tuple[float | None, float | None] = (None, None)
     held_out: str | None = None  # metric of the evaluations, drawn as diamonds
-    shows_warmup: bool = False  # value phases belong in it, drawn before step 0
+    shows_warmup: bool = False  # value phases belong in it, drawn before update 0
 
 
 _CHARTS = (
@@ -168,7 +168,7 @@ def _draw(ax: Axes, chart: _Chart, records: list[dict[str, Any]]) -> None:
 
 def _dress(ax: Axes, chart: _Chart) -> None:
     ax.set_title(chart.title, loc="left", fontsize=11.5, fontweight="bold", color=_INK, pad=9)
-    ax.set_xlabel("step", fontsize=9, color=_MUTED)
+    ax.set_xlabel("policy updates", fontsize=9, color=_MUTED)
     ax.set_ylabel(chart.axis, fontsize=9, color=_MUTED)
     ax.grid(axis="y", color=_GRID, linewidth=0.8)
     ax.set_axisbelow(True)
@@ -190,9 +190,9 @@ def _limit(ax: Axes, chart: _Chart) -> None:
 def _points(
     records: list[dict[str, Any]], names: tuple[str, ...], with_warmup: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of the training phase; the steps of a value warm-up come before, as -1, -2, ... backwards."""
+    """(policy versions, values) of the training phase; the steps of a value warm-up come before it, as -1, -2, ..."""
     name = next((name for name in names if any(name in record for record in records)), None)
-    trained = [(r["step"], r[name]) for r in records if r["phase"] == MAIN_PHASE and name in r]
+    trained = [(r.get("schedule/policy_version", r["step"]), r[name]) for r in records if r["phase"] == MAIN_PHASE and name in r]
     warmed = [r[name] for r in records if r["phase"] == "value_warmup" and name in r] if with_warmup else []
     points = [(index - len(warmed), value) for index, value in enumerate(warmed)] + trained
     if not points:

@@ -315,6 +315,7 @@ class Scheduler:
         finally:
             self._wanted = None
         metrics = batch_metrics(taken, request.policy_version) | {
+            "schedule/policy_version": float(request.policy_version),
             "schedule/dropped_stale": float(num_stale),
             "schedule/wait_s": time.monotonic() - began_s,
             "schedule/buffered": float(len(self._buffer)),
