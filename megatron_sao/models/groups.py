@@ -72,12 +72,14 @@ def freeze(chunks: list[MegatronModule], groups: Groups) -> dict[str, float]:
     """Set requires_grad by group; call it before the model is wrapped for data parallelism.
 
     Returns: group -> learning-rate multiplier of the trained groups that hold something anywhere.
-    Raises: ConfigError when a group that the configuration names explicitly holds no parameter on any rank.
+    Raises: ConfigError when a group that the configuration sets to other than its default holds no parameter on any
+        rank. (A default for shared experts is no fault of a model that has none.)
     Collective: every rank of the world (a group may live on another pipeline stage).
     """
     members = [p for chunk in chunks for p in grouped_parameters(chunk)]
     somewhere = set().union(*gather_objects({p.group for p in members}))
-    named = sorted(groups.model_fields_set - somewhere)
+    defaults = Groups()
+    named = [g for g in GROUPS if g not in somewhere and getattr(groups, g) != getattr(defaults, g)]
     if named:
         raise ConfigError(
             f"value.groups.{named[0]} matches no parameter of this model; groups it has: {', '.join(sorted(somewhere))}"
