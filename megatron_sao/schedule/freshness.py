@@ -68,8 +68,10 @@ def capacity(
 def num_to_issue(*, capacity: int, num_running: int, max_in_flight: int, num_buffered: int, num_needed: int) -> int:
     """How many prompts the dispatcher starts now.
 
-    0 while the next step's batch already waits: what would be started then could only grow old in the queue.
-    Otherwise what freshness (`capacity`) and the engines (`max_in_flight`) still allow.
+    min(capacity, max_in_flight - running, max(max_in_flight, needed) - running - buffered)
+
+    The last term keeps no more prompts on the way than run at the same time, or than the next step needs: whatever is
+    started beyond that while the trainer is busy only grows old in the queue.
 
     Args:
         capacity: result of `capacity`.
@@ -81,6 +83,5 @@ def num_to_issue(*, capacity: int, num_running: int, max_in_flight: int, num_buf
     Returns:
         The number of prompts, >= 0.
     """
-    if num_buffered >= num_needed:
-        return 0
-    return max(0, min(capacity, max_in_flight - num_running))
+    ahead = max(max_in_flight, num_needed) - num_running - num_buffered
+    return max(0, min(capacity, max_in_flight - num_running, ahead))

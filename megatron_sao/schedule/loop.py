@@ -283,19 +283,22 @@ class Scheduler:
     # ---- batches -----------------------------------------------------------------------------------------------
 
     def _num_to_issue(self, num_running: int) -> int:
-        needed = self._wanted.num_trajectories if self._wanted else self._settings.batch_trajectories
-        # What a value phase takes uses up no version, so it does not count against freshness.
-        extra = needed if self._wanted and self._wanted.phase != TRAIN_PHASE else 0
-        consumed = self._version * self._settings.batch_trajectories + self._num_unpublished
-        allowed = extra + capacity(
+        batch_trajectories = self._settings.batch_trajectories
+        needed, extra = batch_trajectories, 0
+        if self._wanted:
+            needed = self._wanted.num_trajectories
+            # What a value phase takes uses up no version, so it does not count against freshness.
+            extra = needed - (batch_trajectories if self._wanted.phase == TRAIN_PHASE else 0)
+        consumed = self._version * batch_trajectories + self._num_unpublished
+        room = capacity(
             policy_version=self._version,
-            batch_trajectories=self._settings.batch_trajectories,
+            batch_trajectories=batch_trajectories,
             max_staleness=self._settings.max_staleness,
             num_accepted=consumed + len(self._buffer),
             num_running=num_running,
         )
         return num_to_issue(
-            capacity=allowed,
+            capacity=room + max(0, extra),
             num_running=num_running,
             max_in_flight=self._settings.max_in_flight,
             num_buffered=len(self._buffer),

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_sao.errors import ProtocolError
-from megatron_sao.schedule.freshness import capacity, is_fresh, lag
+from megatron_sao.schedule.freshness import capacity, is_fresh, lag, num_to_issue
 
 
 def test_capacity_counts_what_was_accepted_before_a_restart():
@@ -56,3 +56,22 @@ def test_negative_lag_is_an_error_whatever_the_limit(limit):
 def test_a_version_below_zero_is_an_error():
     with pytest.raises(ProtocolError, match="-1"):
         lag(3, -1)
+
+
+@pytest.mark.parametrize(
+    ("capacity_left", "running", "buffered", "needed", "expected"),
+    [
+        (100, 0, 0, 6, 8),  # nothing on the way: as many as may run
+        (100, 3, 2, 6, 3),  # finished ones that wait are on the way too
+        (100, 0, 8, 6, 0),  # the next step has all it needs; more would only grow old
+        (100, 0, 8, 20, 8),  # the next step needs 20: go on, at most 8 at a time
+        (100, 6, 10, 20, 2),
+        (100, 6, 14, 20, 0),  # what the step lacks is on its way
+        (1, 0, 0, 20, 1),  # freshness allows only one more
+        (-5, 0, 0, 20, 0),
+        (100, 9, 0, 20, 0),
+    ],
+)
+def test_how_many_to_issue(capacity_left, running, buffered, needed, expected):
+    given = dict(capacity=capacity_left, num_running=running, max_in_flight=8)
+    assert num_to_issue(**given, num_buffered=buffered, num_needed=needed) == expected
