@@ -1,0 +1,185 @@
+"""The scheduler's command from its arguments to its files, with a fake engine and a trainer in threads."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_sao.cli.scheduler import main
+from megatron_sao.errors import ConfigError, DataError, EngineError, ProtocolError
+from megatron_sao.observe.metrics import read_metrics
+from megatron_sao.observe.trajectories import read_trajectories
+from megatron_sao.records import EvalRequest
+from megatron_sao.transport.channel import TrainerChannel
+from tests.rollout.conftest import SHORT_TEMPLATE, character_tokenizer
+from tests.schedule.fake_engine import FakeEngine
+from tests.schedule.harness import HELLO, finish, report, take, train
+
+SETTINGS = ["--schedule.batch_trajectories=4", "--run.steps=3", "--task.num_eval_prompts=5", "--schedule.max_in_flight=6"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    character_tokenizer(["<user>", "<tool>", "<assistant>", "<end>"], SHORT_TEMPLATE, "<end>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    folder = tmp_path / "runs" / "test"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@contextmanager
+def running_engine(**given):
+    """A fake engine in a thread of its own."""
+    engine, ready, over = FakeEngine(**given), threading.Event(), threading.Event()
+
+    async def serve():
+        await engine.start()
+        ready.set()
+        await asyncio.to_thread(over.wait)
+        await engine.stop()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield engine
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def arguments(run_folder, model, url, *more) -> list[str]:
+    return ["--run-folder", str(run_folder), "--model", str(model), "--engines", url, *SETTINGS, *more]
+
+
+def start_trainer(run_folder, act) -> threading.Thread:
+    def run():
+        path = run_folder / "scheduler.json"
+        deadline = time.monotonic() + 20
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        channel = TrainerChannel(json.loads(path.read_text())["address"], timeout_s=20)
+        try:
+            act(channel)
+        except ProtocolError:
+            pass  # the scheduler's side is what these tests look at
+        finally:
+            channel.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_run_leaves_its_files(run_folder, model, capfd):
+    def act(channel):
+        channel.request(HELLO)
+        channel.request(EvalRequest(name="before"))
+        take(channel, 0, 0, phase="value_pretrain", num=9)
+        report(channel, 1, 0, phase="value_pretrain")
+        train(channel, 3)
+        finish(channel)
+
+    with running_engine() as engine:
+        trainer = start_trainer(run_folder, act)
+        main(arguments(run_folder, model, engine.url))
+        trainer.join(10)
+
+    summary = json.loads((run_folder / "scheduler_summary.json").read_text())
+    assert (summary["outcome"], summary["trained"], summary["num_pushes"]) == ("finished", 9 + 3 * 4, 3)
+    assert summary["issued"] == summary["trained"] + summary["dropped"] + summary["in_flight"]
+    assert summary["result"] == {"pass_rate_after": 0.9}
+    lines = read_metrics(run_folder / "metrics.jsonl")
+    assert [(line["phase"], line["step"]) for line in lines] == [
+        ("eval", 0), ("value_pretrain", 1), ("train", 0), ("train", 1), ("train", 2)
+    ]
+    assert [line["schedule/policy_version"] for line in lines if line["phase"] == "train"] == [0, 1, 2]
+    files = {path.name: len(read_trajectories(path)) for path in (run_folder / "trajectories").iterdir()}
+    assert files == {"eval-before-000000.parquet": 5, "value_pretrain-000001.parquet": 9,
+                     **{f"train-{step:06d}.parquet": 4 for step in range(3)}}
+    (one, *_) = read_trajectories(run_folder / "trajectories" / "train-000002.parquet")
+    assert one.prompt.environment == "calculator" and one.prompt.prompt_id.startswith("train/e0/")
+    assert (run_folder / "report.png").stat().st_size > 10_000
+    assert any((run_folder / "tensorboard").iterdir())
+    assert "train 3/3" in capfd.readouterr().out
+
+
+def test_an_engine_that_dies_in_the_middle(run_folder, model):
+    def act(channel):
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        engine.kill()
+        report(channel, 0, 0)
+        take(channel, 1, 0)
+        take(channel, 2, 0)
+
+    with running_engine() as engine:
+        trainer = start_trainer(run_folder, act)
+        with pytest.raises(EngineError, match="has the engine died"):
+            main(arguments(run_folder, model, engine.url))
+        trainer.join(10)
+    summary = json.loads((run_folder / "scheduler_summary.json").read_text())
+    assert "has the engine died" in summary["outcome"]
+    assert summary["issued"] == summary["trained"] + summary["dropped"] + summary["in_flight"]
+
+
+def refused(run_folder, expected: type, words: str, argv: list[str]) -> None:
+    """The command fails with this message and leaves nothing behind."""
+    before = sorted(run_folder.iterdir()) if run_folder.exists() else None
+    with pytest.raises(expected, match=words):
+        main(argv)
+    assert (sorted(run_folder.iterdir()) if run_folder.exists() else None) == before
+
+
+def test_nothing_is_written_when_it_cannot_start(run_folder, model, tmp_path):
+    dead = "http://127.0.0.1:9"
+    refused(run_folder, ConfigError, "--engines", ["--run-folder", str(run_folder), "--model", str(model)])
+    refused(run_folder, ConfigError, "is no folder", arguments(run_folder / "absent", model, dead))
+    refused(run_folder, ConfigError, "is no folder", arguments(run_folder, tmp_path / "absent", dead))
+    refused(run_folder, ConfigError, "tokenizer in .* cannot be read", arguments(run_folder, run_folder, dead))
+    refused(run_folder, EngineError, "no answer from the engine at http://127.0.0.1:9", arguments(run_folder, model, dead))
+    broken = tmp_path / "prompts.jsonl"
+    broken.write_text('{"prompt": "a"}\n{"prompt": \n')
+    given = arguments(run_folder, model, dead, f"--task.prompts_file={broken}")
+    refused(run_folder, DataError, "prompts.jsonl line 2", given)
+
+
+def test_a_port_in_use(run_folder, model):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        given = arguments(run_folder, model, "http://127.0.0.1:9", f"--schedule.port={port}")
+        refused(run_folder, ConfigError, f"{port}.*schedule.port", given)
+
+
+def test_a_termination_ends_it_with_a_message_and_a_summary(run_folder, model):
+    with running_engine() as engine:
+        command = [sys.executable, "-m", "megatron_sao.cli.scheduler", *arguments(run_folder, model, engine.url)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            deadline = time.monotonic() + 60
+            while not (run_folder / "scheduler.json").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.terminate()
+            _, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == ProtocolError.exit_code
+    assert "error: the scheduler was stopped before the run was over" in said and "Traceback" not in said
+    assert json.loads((run_folder / "scheduler_summary.json").read_text())["outcome"] == "stopped from outside"
+
+
+def test_a_folder_that_holds_a_run_is_not_touched(run_folder, model):
+    (run_folder / "ledger.sqlite").write_bytes(b"an earlier run")
+    refused(run_folder, ConfigError, "already holds a run", arguments(run_folder, model, "http://127.0.0.1:9"))
+    assert (run_folder / "ledger.sqlite").read_bytes() == b"an earlier run"
