@@ -75,7 +75,10 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
         max_turns=config.sampling.max_turns,
         max_trajectory_tokens=min(config.sampling.max_trajectory_tokens, config.engine.max_model_len),
         temperature=config.sampling.temperature,
-        seed=config.run.seed,
+        # No seed per request: an asynchronous run is not repeatable token by token, and vLLM 0.32 on a CPU dies of one
+        # ("CPU Generator does not use offset") when a prefill is split, as after a push with many requests in flight.
+        # The engines are started with run.seed instead.
+        seed=None,
         reward_key=config.task.reward_key,
     )
     channel = SchedulerChannel(host, config.schedule.port)
