@@ -72,7 +72,8 @@ def make_tokenizer():
 
 
 def _check_shape(shape: TinyShape) -> None:
-    faults = [f"warm_start.{name} = {value}; use a whole number >= 1" for name, value in vars(shape).items() if value < 1]
+    sizes = vars(shape).items()
+    faults = [f"warm_start.{name} = {value}; use a whole number >= 1" for name, value in sizes if value < 1]
     if not faults:
         if shape.head_dim % 32:
             faults.append(f"warm_start.head_dim = {shape.head_dim}; the CPU engine takes multiples of 32")
