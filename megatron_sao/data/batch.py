@@ -25,7 +25,7 @@ class PackedBatch:
     token_ids: torch.Tensor  # int64
     action_mask: torch.Tensor  # bool
     logp_sampler: torch.Tensor  # float32; 0 off the mask
-    reward_t: torch.Tensor  # float32; 0 where no reward was given
+    reward_t: torch.Tensor  # float32; 0 where no reward was given, and off the mask
     lag_t: torch.Tensor  # int64; version that trains the batch minus version that wrote the token; 0 off the mask
     turn_t: torch.Tensor  # int64
     eps_low_t: torch.Tensor  # float32; DIS bounds of the trajectory's domain
@@ -94,9 +94,11 @@ def pack(
         parts = [np.asarray(getattr(t, name), dtype=dtype) for t in trajectories]
         return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype))
 
+    def on_actions(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, x, torch.zeros((), dtype=x.dtype))  # whatever stands elsewhere (NaN) ends here
+
     lengths = torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64)
     mask = flat("action_mask", np.bool_)
-    lag = torch.where(mask, policy_version - flat("version_t", np.int64), torch.zeros((), dtype=torch.int64))
     for trajectory in trajectories:
         name = trajectory.prompt.prompt_id
         if trajectory.num_tokens == 0 or trajectory.action_mask[0]:
@@ -107,15 +109,15 @@ def pack(
     return PackedBatch(
         token_ids=flat("token_ids", np.int64),
         action_mask=mask,
-        logp_sampler=flat("logp_sampler", np.float32),
-        reward_t=flat("reward_t", np.float32),
-        lag_t=lag,
+        logp_sampler=on_actions(flat("logp_sampler", np.float32)),
+        reward_t=on_actions(flat("reward_t", np.float32)),
+        lag_t=on_actions(policy_version - flat("version_t", np.int64)),
         turn_t=flat("turn_t", np.int64),
         eps_low_t=torch.repeat_interleave(eps[:, 0], lengths),
         eps_high_t=torch.repeat_interleave(eps[:, 1], lengths),
         starts=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         is_cut=torch.tensor([t.is_cut for t in trajectories], dtype=torch.bool),
-        reward_n=torch.tensor([float(t.reward_t.sum()) for t in trajectories], dtype=torch.float32),
+        reward_n=torch.tensor([float(t.reward_t[t.action_mask].sum()) for t in trajectories], dtype=torch.float32),
         group_n=torch.tensor(_group_numbers([t.prompt.prompt_id for t in trajectories]), dtype=torch.int64),
     )
 
