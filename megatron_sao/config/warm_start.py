@@ -7,7 +7,10 @@ from megatron_sao.config.section import Section
 
 class WarmStart(Section):
     enabled: bool = Field(True, description="make and teach the demonstration model; needs an empty model.path")
-    steps: int = Field(130, ge=0, description="supervised steps on demonstrations")
+    steps: int = Field(300, ge=0, description="supervised steps on demonstrations, at most")
+    stop_at_probability: float = Field(
+        0.3, ge=0, lt=1, description="end it once the mean probability of a whole demonstration reaches this; 0 = never"
+    )
     batch: int = Field(64, ge=1, description="demonstration episodes of one supervised step")
     lr: float = Field(2e-3, gt=0, description="learning rate of the supervised steps")
     cache_folder: str = Field(

