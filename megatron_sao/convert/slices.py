@@ -93,6 +93,8 @@ def _tensor_slices(
         for part, start, length, source_start in qkv_rows(shape, rank * rows, (rank + 1) * rows):
             yield piece(names.hf[part], (part_rows[part], *rest), 0, start, length, source_start)
     elif names.kind == "gated":
+        if rows % 2:
+            raise CheckpointError(f"{tensor.name}: {rows} rows on a rank cannot be a gate and an up projection")
         half = rows // 2
         for part in range(2):
             yield piece(names.hf[part], (half * size, *rest), 0, rank * half, half, part * half)
