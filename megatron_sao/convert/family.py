@@ -23,33 +23,58 @@ class ModelShape:
 
 FAMILIES = ("qwen3_moe", "qwen3")
 
+# Fields that change what the model computes and of which only one reading is built. Absent = that reading.
+_ONLY = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "rope_scaling.type": ("default",),
+    "rope_scaling.rope_type": ("default",),
+    "rope_parameters.rope_type": ("default",),
+    "rope_parameters.partial_rotary_factor": (1, 1.0),
+}
+
+
+def required(hf_config: dict[str, Any], name: str) -> Any:
+    """A field of `config.json` that must be there: no silent default. Raises: CheckpointError."""
+    if hf_config.get(name) is None:
+        raise CheckpointError(f"config.json of model_type {hf_config.get('model_type')} lacks {name!r}")
+    return hf_config[name]
+
 
 def read_shape(hf_config: dict[str, Any]) -> ModelShape:
     """The `ModelShape` of a parsed `config.json`.
 
-    Raises: CheckpointError for a family without a weight table, or a missing field (no silent default).
+    Raises: CheckpointError for a family without a weight table, a missing field, or a feature that is not built (it
+        would train another model than the engine serves).
     """
     family = hf_config.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(f"config.json: model_type = {family!r} has no weight table; known: {', '.join(FAMILIES)}")
-
-    def field(name: str) -> Any:
-        if hf_config.get(name) is None:
-            raise CheckpointError(f"config.json of model_type {family} lacks {name!r}")
-        return hf_config[name]
-
-    heads = field("num_attention_heads")
+    _refuse_what_is_not_built(hf_config)
+    heads = required(hf_config, "num_attention_heads")
+    hidden = required(hf_config, "hidden_size")
     return ModelShape(
         family=family,
-        num_layers=field("num_hidden_layers"),
-        hidden=field("hidden_size"),
+        num_layers=required(hf_config, "num_hidden_layers"),
+        hidden=hidden,
         num_heads=heads,
-        num_kv_groups=field("num_key_value_heads"),
-        head_dim=hf_config.get("head_dim") or field("hidden_size") // heads,
+        num_kv_groups=required(hf_config, "num_key_value_heads"),
+        head_dim=hf_config.get("head_dim") or hidden // heads,
         num_experts=_one_value(hf_config, _EXPERT_COUNT, "the number of experts") if family.endswith("_moe") else 0,
-        vocab=field("vocab_size"),
+        vocab=required(hf_config, "vocab_size"),
         is_tied=bool(hf_config.get("tie_word_embeddings", False)),
     )
+
+
+def _refuse_what_is_not_built(hf_config: dict[str, Any]) -> None:
+    for path, allowed in _ONLY.items():
+        found: Any = hf_config
+        for key in path.split("."):
+            found = (found or {}).get(key)
+        if found is not None and found not in allowed:
+            raise CheckpointError(f"config.json: {path} = {found!r} is not built here; allowed: {allowed[0]!r}")
 
 
 def rope_base(hf_config: dict[str, Any]) -> float:

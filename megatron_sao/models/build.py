@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sao.config.parallel import Parallel
-from megatron_sao.convert.family import read_shape, rope_base
+from megatron_sao.convert.family import read_shape, required, rope_base
 from megatron_sao.models.specs import decoder_spec, uses_transformer_engine
 from megatron_sao.models.value_head import ValueHead
 
@@ -35,16 +35,16 @@ class ValueModel(GPTModel):
 
 
 def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's configuration of a HF model under the given layout."""
+    """Megatron's configuration of a HF model under the given layout. Raises: CheckpointError as `read_shape`."""
     shape = read_shape(hf_config)
     on_gpu = uses_transformer_engine()
     moe = {}
     if shape.num_experts:
         moe = dict(
             num_moe_experts=shape.num_experts,
-            moe_ffn_hidden_size=hf_config["moe_intermediate_size"],
-            moe_router_topk=hf_config["num_experts_per_tok"],
-            moe_router_pre_softmax=not hf_config["norm_topk_prob"],  # renormalised = softmax over the chosen ones
+            moe_ffn_hidden_size=required(hf_config, "moe_intermediate_size"),
+            moe_router_topk=required(hf_config, "num_experts_per_tok"),
+            moe_router_pre_softmax=not required(hf_config, "norm_topk_prob"),  # renormalised = softmax over the chosen ones
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="none",  # reinforcement learning adds no balancing loss
             moe_aux_loss_coeff=0.0,
@@ -58,13 +58,13 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_kv_groups,
         kv_channels=shape.head_dim,
-        ffn_hidden_size=hf_config["intermediate_size"],
+        ffn_hidden_size=required(hf_config, "intermediate_size"),
         add_qkv_bias=bool(hf_config.get("attention_bias", False)),
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
-        layernorm_epsilon=hf_config["rms_norm_eps"],
+        layernorm_epsilon=required(hf_config, "rms_norm_eps"),
         qk_layernorm=shape.family.startswith("qwen3"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -105,7 +105,7 @@ def build_model(
     options = dict(
         transformer_layer_spec=decoder_spec(config),
         vocab_size=-(-shape.vocab // parallel.tp) * parallel.tp,
-        max_sequence_length=hf_config["max_position_embeddings"],
+        max_sequence_length=required(hf_config, "max_position_embeddings"),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
