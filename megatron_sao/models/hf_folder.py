@@ -28,33 +28,43 @@ class HFFolder:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            return json.loads((self.path / name).read_text())
+            content = json.loads((self.path / name).read_text())
         except FileNotFoundError:
             raise CheckpointError(f"model folder {self.path} has no {name}") from None
         except ValueError as error:
             raise CheckpointError(f"{self.path / name} is not JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{self.path / name} holds a JSON {type(content).__name__}, expected an object")
+        return content
+
+    def _index(self) -> dict[str, str] | None:
+        """Tensor name -> file name; None where the folder has no index."""
+        if not (self.path / INDEX).exists():
+            return None
+        index = self._json(INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise CheckpointError(f"{self.path / INDEX} has no weight_map from tensor names to file names")
+        return index
 
     def _open(self) -> dict[str, Any]:
-        if (self.path / INDEX).exists():
-            index = self._json(INDEX)["weight_map"]
-        else:
-            index = None
+        index = self._index()
         shards = sorted(set(index.values())) if index else ["model.safetensors"]
         absent = [s for s in shards if not (self.path / s).exists()]
         if absent:
             raise CheckpointError(f"model folder {self.path} lacks {', '.join(absent)}: incomplete download or copy?")
-        opened, file_of = {}, {}
+        opened, held = {}, {}
         for shard in shards:
             try:
                 opened[shard] = safe_open(str(self.path / shard), framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{self.path / shard} cannot be read (truncated?): {error}") from None
-        for name in index or opened["model.safetensors"].keys():
-            shard = index[name] if index else "model.safetensors"
-            if name not in opened[shard].keys():
+            held[shard] = set(opened[shard].keys())
+        if index is None:
+            return {name: opened[shard] for shard in shards for name in sorted(held[shard])}
+        for name, shard in index.items():
+            if name not in held[shard]:
                 raise CheckpointError(f"{INDEX} says {name} is in {shard}, but that file does not hold it")
-            file_of[name] = opened[shard]
-        return file_of
+        return {name: opened[shard] for name, shard in index.items()}
 
     def names(self) -> list[str]:
         return list(self._file_of)

@@ -1,0 +1,114 @@
+"""A model folder is opened whole or refused, by the name of what is wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_sao.errors import CheckpointError
+from megatron_sao.models.hf_folder import HFFolder
+from tests.support.folders import write_shards, write_weights
+
+WEIGHTS = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(4.0), "c": torch.ones(2, 2)}
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(folder):
+    assert write_shards(folder, WEIGHTS, [["a"], ["b", "c"]]) == [FIRST, SECOND]
+    return folder
+
+
+def test_one_file_and_shards_read_alike(folder):
+    write_weights(folder, WEIGHTS)
+    one = HFFolder(folder)
+    write_shards(folder, WEIGHTS, [["a"], ["b", "c"]])
+    for opened in (one, HFFolder(folder)):
+        assert sorted(opened.names()) == ["a", "b", "c"] and opened.config == {"model_type": "qwen3"}
+        assert opened.shape("a") == (4, 3) and opened.has("b") and not opened.has("d")
+        assert torch.equal(opened.read("a", (4, 3), 0, 0, 4), WEIGHTS["a"])
+
+
+def test_rows_and_columns_of_a_tensor(sharded):
+    opened = HFFolder(sharded)
+    assert torch.equal(opened.read("a", (4, 3), 0, 1, 2), WEIGHTS["a"][1:3])
+    assert torch.equal(opened.read("a", (4, 3), 1, 2, 1), WEIGHTS["a"][:, 2:])
+    assert opened.read("b", (4,), 0, 3, 1).tolist() == [3]
+
+
+def test_a_missing_folder_or_configuration(tmp_path):
+    with pytest.raises(CheckpointError, match="absent does not exist; set model.path"):
+        HFFolder(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="no config.json"):
+        HFFolder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="config.json is not JSON"):
+        HFFolder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="config.json holds a JSON list, expected an object"):
+        HFFolder(tmp_path)
+
+
+@pytest.mark.parametrize("absent", [FIRST, SECOND])
+def test_a_shard_that_is_not_on_disk_is_named(sharded, absent):
+    (sharded / absent).unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {absent}"):
+        HFFolder(sharded)
+
+
+def test_all_missing_shards_are_named_at_once(sharded):
+    (sharded / FIRST).unlink()
+    (sharded / SECOND).unlink()
+    with pytest.raises(CheckpointError, match=f"{FIRST}, {SECOND}"):
+        HFFolder(sharded)
+
+
+def test_without_any_weights(folder):
+    with pytest.raises(CheckpointError, match="lacks model.safetensors"):
+        HFFolder(folder)
+
+
+def test_a_stray_file_beside_an_index_is_not_read(sharded):
+    save_file({"a": torch.full((4, 3), -1.0), "z": torch.ones(1)}, sharded / "model.safetensors")
+    opened = HFFolder(sharded)
+    assert not opened.has("z") and torch.equal(opened.read("a", (4, 3), 0, 0, 4), WEIGHTS["a"])
+
+
+def test_a_tensor_that_its_shard_does_not_hold_is_named(sharded):
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["d"] = SECOND
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"d is in {SECOND}"):
+        HFFolder(sharded)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": null}', '{"weight_map": ["a"]}'])
+def test_an_index_without_a_weight_map_is_refused_and_no_other_file_tried(sharded, text):
+    save_file(WEIGHTS, sharded / "model.safetensors")
+    (sharded / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match="weight_map"):
+        HFFolder(sharded)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 5, 100, -8])
+def test_a_truncated_shard_is_named(sharded, keep_bytes):
+    raw = (sharded / SECOND).read_bytes()
+    (sharded / SECOND).write_bytes(raw[:keep_bytes])
+    with pytest.raises(CheckpointError, match=f"{SECOND} cannot be read"):
+        HFFolder(sharded)
+
+
+def test_a_tensor_of_another_shape_says_both(sharded):
+    opened = HFFolder(sharded)
+    with pytest.raises(CheckpointError, match=r"a has shape \[4, 3\], expected \[8, 3\]"):
+        opened.read("a", (8, 3), 0, 0, 4)
+    with pytest.raises(CheckpointError, match=r"lacks the tensor d of shape \[2\]"):
+        opened.read("d", (2,), 0, 0, 2)
