@@ -48,7 +48,6 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="none",  # reinforcement learning adds no balancing loss
             moe_aux_loss_coeff=0.0,
-            moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=on_gpu,
             moe_permute_fusion=on_gpu,
         )
@@ -75,6 +74,7 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         variable_seq_lengths=True,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # the other kinds refuse that, even for a dense model
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

@@ -110,6 +110,9 @@ def assign_owners(holders: list[list[WeightSlice]]) -> list[list[WeightSlice]]:
     return owned
 
 
+VALUE_HEAD = "value_head.weight"  # its name in a HF-style value checkpoint
+
+
 def load_weights(
     chunks: list[MegatronModule], folder: HFFolder, shape: ModelShape, world: World, *, keep_value_head: bool = True
 ) -> list[str]:
@@ -138,9 +141,6 @@ def load_weights(
     return kept
 
 
-VALUE_HEAD = "value_head.weight"  # its name in a HF-style value checkpoint
-
-
 def _copy_tied_head(
     described: list[LocalTensor], tensors: Mapping[str, Any], folder: HFFolder, shape: ModelShape, world: World
 ) -> None:
@@ -155,13 +155,22 @@ def _copy_tied_head(
                 tensors[tensor.key].detach()[:length].copy_(rows)
 
 
+def policy_shapes(folder: HFFolder, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """HF name -> shape of every tensor that a policy of this folder exports and pushes.
+
+    A value head, and the second copy of a tied output layer, may stand in the folder too; they are no part of it.
+    """
+    left_out = {VALUE_HEAD, "lm_head.weight"} if shape.is_tied else {VALUE_HEAD}
+    return {name: folder.shape(name) for name in folder.names() if name not in left_out}
+
+
 def check_names(slices_by_rank: list[list[WeightSlice]], folder: HFFolder, shape: ModelShape) -> None:
     """Exported names = names in the HF folder, or a refusal that lists the difference.
 
     Raises: CheckpointError.
     """
     exported = {piece.hf_name for pieces in slices_by_rank for piece in pieces}
-    expected = set(folder.names()) - {VALUE_HEAD} - ({"lm_head.weight"} if shape.is_tied else set())
+    expected = set(policy_shapes(folder, shape))
     if exported != expected:
         missing, extra = sorted(expected - exported)[:5], sorted(exported - expected)[:5]
         raise CheckpointError(
@@ -177,5 +186,3 @@ def weight_hashes(chunks: list[MegatronModule], keys: set[str]) -> dict[str, str
             raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             hashes[key] = hashlib.sha256(raw).hexdigest()
     return hashes
-
-

@@ -1,6 +1,5 @@
 """Writes the policy as a HF model folder that transformers and vLLM load."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +8,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from megatron_sao.errors import CheckpointError
 from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.weights import policy_shapes
 from megatron_sao.train.setup import Trainer
 
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -32,7 +33,7 @@ def export_policy(trainer: Trainer, destination: str | Path) -> None:
         for name in SIDE_FILES:
             if (trainer.folder.path / name).exists():
                 shutil.copy(trainer.folder.path / name, partial / name)
-        _check(partial, trainer.folder)
+        _check(partial, trainer)
         shutil.rmtree(destination, ignore_errors=True)
         partial.rename(destination)
     dist.barrier()
@@ -52,14 +53,17 @@ def _collect(trainer: Trainer) -> dict[str, torch.Tensor]:
                 part = torch.empty(piece.shape, dtype=dtype, device=device)
             dist.broadcast(part, src=owner)
             if rank == 0:
-                target = whole.setdefault(piece.hf_name, torch.empty(piece.full_shape, dtype=dtype))
-                target.narrow(piece.dim, piece.start, piece.length).copy_(part)
+                if piece.hf_name not in whole:
+                    whole[piece.hf_name] = torch.empty(piece.full_shape, dtype=dtype)
+                whole[piece.hf_name].narrow(piece.dim, piece.start, piece.length).copy_(part)
     return whole
 
 
-def _check(folder: Path, source: HFFolder) -> None:
-    """The written folder opens and names the same tensors as the source. Raises: CheckpointError."""
-    written = HFFolder(folder)
-    assert json.loads((folder / "config.json").read_text()) == source.config
-    missing = set(source.names()) - set(written.names())
-    assert not missing or missing == {"lm_head.weight"}, missing
+def _check(written: Path, trainer: Trainer) -> None:
+    """Raises: CheckpointError unless the written folder opens and holds the policy's tensors, no more and no fewer."""
+    expected = policy_shapes(trainer.folder, trainer.shape)
+    folder = HFFolder(written)
+    found = {name: folder.shape(name) for name in folder.names()}
+    if found != expected:
+        differ = sorted(name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name))[:5]
+        raise CheckpointError(f"the export {written} differs from {trainer.folder.path} in the tensors {differ}")

@@ -14,7 +14,7 @@ from megatron_sao.models.build import build_model
 from megatron_sao.models.groups import freeze, grouped_parameters, manifest
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.optimizer import make_learner
-from megatron_sao.models.weights import Exporter, check_names, load_weights, weight_hashes
+from megatron_sao.models.weights import VALUE_HEAD, Exporter, check_names, load_weights, weight_hashes
 from megatron_sao.parallel.exchange import any_rank
 from megatron_sao.parallel.init import World
 from megatron_sao.records import Trajectory
@@ -33,7 +33,7 @@ class Trainer:
     shape: ModelShape
     exporter: Exporter  # of the policy
     frozen_hashes: dict[str, str]  # of the value model's frozen tensors as loaded
-    manifest: str  # what each parameter group of the value model holds on this rank
+    manifest: str  # what each parameter group of the value model holds on this rank, and where its head comes from
 
     def share_of_batch(self, trajectories: Sequence[Trajectory], policy_version: int) -> Share:
         """This rank's part of a step trained by `policy_version`. Pure: every rank cuts the same batch the same way."""
@@ -70,7 +70,7 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
     check_names(exporter.slices_by_rank, folder, shape)
 
     value = build_model("value", folder.config, config.parallel, dtype, readout.num_outputs)
-    load_weights(value, folder, shape, world)
+    has_fresh_head = any_rank(bool(load_weights(value, folder, shape, world)))
     multipliers = freeze(value, config.value.groups)
     frozen = {
         f"{number}:{member.name}"
@@ -91,7 +91,8 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
         shape=shape,
         exporter=exporter,
         frozen_hashes=weight_hashes(value, frozen),
-        manifest=manifest(value, config.value.groups),
+        manifest=manifest(value, config.value.groups)
+        + (f"\nthe head starts at zero: {folder.path} holds no {VALUE_HEAD} that fits" if has_fresh_head else ""),
     )
 
 
