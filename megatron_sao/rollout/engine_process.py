@@ -235,9 +235,14 @@ def log_excerpt(path: str | Path, num_lines: int = 12) -> str:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    lines = [line.rstrip() for line in lines if line.strip()]
-    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line) and " WARNING " not in line]
-    shown = list(dict.fromkeys(errors))[-4:] or lines[-num_lines:]
+    # Only the end counts: an error that the server survived long ago explains nothing.
+    recent = [line.rstrip() for line in lines if line.strip()][-100:]
+    is_error = re.compile(r"\b\w*(Error|Exception): ").search
+    errors = [i for i, line in enumerate(recent) if is_error(line) and "WARNING" not in line]
+    if errors:
+        # Two more lines after the last one: some libraries put the reason below the name of the error.
+        recent = [recent[i] for i in errors[-4:]] + recent[errors[-1] + 1 : errors[-1] + 3]
+    shown = list(dict.fromkeys(recent))[-num_lines:]
     return "\n".join([*(f"  {line[:400]}" for line in shown), f"  (whole log: {path})"])
 
 
@@ -249,8 +254,8 @@ def _hold_port(host: str, port: int) -> socket.socket:
         holder.bind((host, port))
     except OSError as error:
         holder.close()
-        raise EngineError(f"the engine cannot listen on {host}:{port}: {error.strerror}; set engine.port to a free port "
-                          "(0 = pick one) and engine.host to an address of this machine") from error
+        raise EngineError(f"the engine cannot listen on {host}:{port}: {error.strerror}; set engine.port to a free "
+                          "port (0 = pick one) and engine.host to an address of this machine") from error
     return holder
 
 

@@ -9,6 +9,7 @@ Imports torch only: works where Megatron is absent (engine) and where vLLM is ab
 """
 
 import ipaddress
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ class WeightGroup:
             raise ProtocolError(
                 f"the weight group broke after {time.monotonic() - started:.1f} s while rank {self.rank} of "
                 f"{self.world_size} waited for {what} (limit push.timeout_s = {self.timeout_s:g}): "
-                f"{_first_line(error)}. A trainer rank or an engine died or does not take part."
+                f"{_reason(error)}. A trainer rank or an engine died or does not take part."
             ) from error
 
 
@@ -140,7 +141,7 @@ def weight_group(
     except (RuntimeError, ProtocolError) as error:  # torch's DistError family derives from RuntimeError
         raise ProtocolError(
             f"rank {rank} could not join the weight group of {world_size} at {host}:{port} "
-            f"({time.monotonic() - started:.1f} s, limit push.timeout_s = {timeout_s:g}): {_first_line(error)}"
+            f"({time.monotonic() - started:.1f} s, limit push.timeout_s = {timeout_s:g}): {_reason(error)}"
         ) from error
     return group
 
@@ -171,5 +172,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _reason(error: BaseException) -> str:
+    """The first line of an error, without gloo's source positions and advice."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S*\.cc:\d+\] ", "", line).split(". This is typically caused")[0]

@@ -8,7 +8,9 @@ from megatron_sao.errors import ProtocolError
 from megatron_sao.transport.group import WeightGroup
 
 
-def agree(group: WeightGroup, *, policy_version: int, plan_hash: str, num_trainer_ranks: int, fault: str | None) -> None:
+def agree(
+    group: WeightGroup, *, policy_version: int, plan_hash: str, num_trainer_ranks: int, fault: str | None
+) -> None:
     """Compare version, plan and readiness over the whole group.
 
     Args:

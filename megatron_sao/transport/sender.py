@@ -68,7 +68,9 @@ class WeightSender:
         self._agree(policy_version, None)
         return PushStatistics(time.monotonic() - started, self._plan.num_bytes, len(self._plan.buckets))
 
-    def _own_views(self, view_of: Callable[[WireItem], torch.Tensor]) -> tuple[dict[WireItem, torch.Tensor], str | None]:
+    def _own_views(
+        self, view_of: Callable[[WireItem], torch.Tensor]
+    ) -> tuple[dict[WireItem, torch.Tensor], str | None]:
         """All tensors of this rank, or the reason why one of them cannot be sent."""
         views: dict[WireItem, torch.Tensor] = {}
         for bucket in self._plan.buckets:

@@ -140,7 +140,7 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
     def finish_weight_update(self) -> None:
         """Make the received weights the ones that serve. vLLM publishes the version after this succeeded."""
         if self._update is None or self._update.received_version is None:
-            raise ProtocolError("finish_weight_update came, but no whole push has arrived; the version is not published")
+            raise ProtocolError("finish_weight_update came, but no whole push has arrived; no version is published")
         version = self._update.received_version
         self._finalize()
         self._published_version = version

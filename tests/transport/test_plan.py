@@ -23,8 +23,8 @@ def layer(i: int) -> str:
 
 def test_order_is_embeddings_layers_head_and_experts_stay_with_their_layer():
     items = [
-        whole("lm_head.weight", 4), whole(f"{layer(10)}.mlp.experts.0.up_proj.weight", 4), whole("model.norm.weight", 4),
-        whole(f"{layer(2)}.mlp.experts.11.up_proj.weight", 4), whole("model.embed_tokens.weight", 4),
+        whole("lm_head.weight", 4), whole(f"{layer(10)}.mlp.experts.0.up_proj.weight", 4),
+        whole("model.norm.weight", 4), whole(f"{layer(2)}.mlp.experts.11.up_proj.weight", 4), whole("model.embed_tokens.weight", 4),
     ]  # fmt: skip
     plan = make_plan([items], bucket_bytes=1 << 20)
     assert [item.name for bucket in plan.buckets for item in bucket.items] == [
@@ -80,7 +80,7 @@ def test_bytes_that_are_no_plan_are_refused():
 @pytest.mark.parametrize(
     ("by_rank", "message"),
     [
-        ([[whole("a", 4)], [whole("a", 4)]], r"a: rows \[0, 1\) come from rank 0 and rank 1"),  # every EP rank claims it
+        ([[whole("a", 4)], [whole("a", 4)]], r"a: rows \[0, 1\) come from rank 0 and rank 1"),  # both claim it
         ([[rows("a", (4,), 0, 0, 3)], [rows("a", (4,), 0, 2, 2)]], r"a: rows \[2, 3\) come from rank 0 and rank 1"),
         ([[rows("a", (4,), 0, 0, 1)], [rows("a", (4,), 0, 2, 2)]], r"a: rows \[1, 2\) come from no rank"),
         ([[rows("a", (4,), 0, 0, 3)]], r"a: rows \[3, 4\) come from no rank"),

@@ -75,13 +75,16 @@ def trainer(rank: int, commands) -> None:
                     del weights["model.norm.weight"]
                 if fault == "dies":
                     die_at_broadcast(group, len(plan.buckets) // 2)
-                sender.send(
-                    lambda i: weights[i.name] if i.dim < 0 else weights[i.name].narrow(i.dim, i.start, i.length), version
-                )
+                sender.send(lambda item: view_of(weights, item), version)
                 result = "sent"
         except Exception as error:  # handed to the test
             result = error
         commands.send(result)
+
+
+def view_of(weights: dict[str, torch.Tensor], item: WireItem) -> torch.Tensor:
+    whole = weights[item.name]
+    return whole if item.dim < 0 else whole.narrow(item.dim, item.start, item.length)
 
 
 def die_at_broadcast(group, count: int) -> None:
@@ -195,7 +198,9 @@ def setup(tiny_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("push")
     folders = {tag: perturbed(tiny_folder, folder / tag, seed) for tag, seed in (("A", 1), ("B", 2))}
     trainers, spare = Trainers(), Trainers()  # forked here: later this process runs threads
-    settings = EngineSettings(model_folder=folders["A"], log_path=folder / "engine.log", max_model_len=512, max_num_seqs=16)
+    settings = EngineSettings(
+        model_folder=folders["A"], log_path=folder / "engine.log", max_model_len=512, max_num_seqs=16
+    )
     try:
         with EngineProcess(settings).start() as engine:
             engine.wait_ready()
@@ -301,11 +306,12 @@ def test_pushed_weights_compute_what_freshly_loaded_ones_do_bit_for_bit(setup):
 
 def test_a_plan_without_one_tensor_is_refused_by_name_when_the_engine_joins(setup):
     weights = load_file(setup.folders["A"] / "model.safetensors")
-    lacking = {name: tensor for name, tensor in weights.items() if name != "model.layers.1.mlp.experts.5.up_proj.weight"}
+    lost = "model.layers.1.mlp.experts.5.up_proj.weight"
+    lacking = {name: tensor for name, tensor in weights.items() if name != lost}
     extra = weights | {"model.layers.9.mlp.gate.weight": torch.zeros(2, 2)}
 
     async def scenario(client):
-        with pytest.raises(EngineError, match=r"experts\.5\.up_proj\.weight is in the model folder but no rank sends it"):
+        with pytest.raises(EngineError, match=f"{lost} is in the model folder but no rank sends it"):
             await client.init_weight_transfer(init_info(1, plan_for(lacking)))
         with pytest.raises(EngineError, match=r"layers\.9\.mlp\.gate\.weight is sent but not in the model folder"):
             await client.init_weight_transfer(init_info(1, plan_for(extra)))
@@ -319,7 +325,11 @@ def test_a_plan_without_one_tensor_is_refused_by_name_when_the_engine_joins(setu
 
 @pytest.mark.parametrize(
     ("excluded", "message"),
-    [("model.norm.weight", r"model\.norm received none"), ("model.layers.2.self_attn.o_proj.weight", r"o_proj received none"), ("model.layers.2.self_attn.k_proj.weight", r"qkv_proj received \d+")],
+    [
+        ("model.norm.weight", r"model\.norm received none"),
+        ("model.layers.2.self_attn.o_proj.weight", r"o_proj received none"),
+        ("model.layers.2.self_attn.k_proj.weight", r"qkv_proj received \d+ of \d+"),
+    ],
 )
 def test_an_exclusion_that_leaves_a_module_with_old_weights_is_refused(setup, excluded, message):
     plan = plan_for(load_file(setup.folders["A"] / "model.safetensors"), excluded=(excluded,))
@@ -426,10 +436,11 @@ def test_an_engine_that_dies_is_reported_with_its_log_and_leaves_nothing_behind(
     assert len(core) == 1
     os.kill(core[0].pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
-    with pytest.raises(EngineError, match=r"the engine at http://127\.0\.0\.1:\d+ .*(whole log:)?"):
+    with pytest.raises(EngineError) as caught:
         while time.monotonic() < deadline:
             setup.engine.check_alive()
             time.sleep(0.2)
+    assert f"(pid {group})" in str(caught.value) and "engine.log" in str(caught.value)
     setup.engine.stop()
     assert members(group) == []
 
