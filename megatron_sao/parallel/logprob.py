@@ -18,8 +18,8 @@ class _VocabParallelLogprob(torch.autograd.Function):
         first = rank * width
         local_ids = token_ids - first
         is_here = (local_ids >= 0) & (local_ids < width)
-        local_ids = local_ids.clamp(0, width - 1)
         num_valid = max(0, min(width, true_vocab - first))  # columns beyond are padding
+        local_ids = local_ids.clamp(0, max(num_valid - 1, 0))
         num_tokens = logits.shape[0]
         highest = torch.empty(num_tokens, dtype=torch.float32, device=logits.device)
         chosen = torch.empty_like(highest)
@@ -54,12 +54,15 @@ class _VocabParallelLogprob(torch.autograd.Function):
     def backward(ctx, grad, _):
         logits, local_ids, is_here, highest, log_total = ctx.saved_tensors
         grad_logits = torch.zeros_like(logits)
+        if ctx.num_valid == 0:
+            return grad_logits, None, None, None, None
+        at_token = torch.where(is_here, grad, torch.zeros_like(grad))
         for part in _chunks(logits.shape[0]):
             shifted = logits[part, : ctx.num_valid].float() / ctx.temperature - (highest + log_total)[part, None]
             chunk = shifted.exp().mul_(-grad[part, None])
-            grad_logits[part, : ctx.num_valid] = (chunk / ctx.temperature).to(logits.dtype)
-        at_token = torch.where(is_here, grad / ctx.temperature, torch.zeros_like(grad)).to(logits.dtype)
-        grad_logits.scatter_add_(-1, local_ids[:, None], at_token[:, None])
+            # In float32: 1 - p of a likely token would be lost in bfloat16.
+            chunk.scatter_add_(-1, local_ids[part, None], at_token[part, None])
+            grad_logits[part, : ctx.num_valid] = chunk.div_(ctx.temperature).to(logits.dtype)
         return grad_logits, None, None, None, None
 
 
