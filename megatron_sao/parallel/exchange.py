@@ -57,15 +57,17 @@ def from_last_stage(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> torc
 
     Args:
         tensor: [*shape] on the last stage; ignored (may be None) elsewhere.
-    Collective: every rank of the pipeline axis, also with an empty shape share.
+    Raises: ValueError on the last stage when the tensor has another shape (a broadcast would mix up its numbers).
+    Collective: every rank of the pipeline axis, also one without tokens.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        assert tensor is not None
-        return tensor
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         tensor = torch.empty(shape, dtype=torch.float32, device=_device())
-    assert tensor is not None and tuple(tensor.shape) == tuple(shape)
-    tensor = tensor.contiguous()
+    elif tensor is None or tuple(tensor.shape) != tuple(shape):
+        found = "nothing" if tensor is None else list(tensor.shape)
+        raise ValueError(f"the last pipeline stage gives {found} where {list(shape)} is expected")
+    tensor = tensor.to(_device(), torch.float32).contiguous()  # NCCL takes no tensor of the CPU
+    if group.size() == 1:
+        return tensor
     dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return tensor
