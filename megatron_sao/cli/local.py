@@ -51,9 +51,10 @@ def run(config: Config, started: float) -> None:
     config_path.write_text(to_toml(config))
     say(f"run folder {run_folder}, logs in {run_folder / 'logs'}")
     with ExitStack() as running:
-        engines = [_start_engine(config, number, model_folder, run_folder) for number in range(config.engine.count)]
-        for engine in engines:
-            running.callback(engine.stop)
+        engines = []
+        for number in range(config.engine.count):
+            engines.append(_start_engine(config, number, model_folder, run_folder))
+            running.callback(engines[-1].stop)
         trainer = _start_trainer(config, config_path, model_folder, run_folder)
         running.callback(trainer.stop)
         say(f"starting {len(engines)} engine(s) and {config.parallel.world_size} trainer ranks")
@@ -88,13 +89,16 @@ def new_run_folder(path: Path) -> Path:
     return path
 
 
-def _start_engine(config: Config, number: int, model_folder: Path, run_folder: Path) -> EngineProcess:
+def engine_settings(
+    config: Config, number: int, model_folder: Path, log_path: Path, port: int | None = None
+) -> EngineSettings:
+    """Settings of engine `number` of a run; `port` instead of the run's own, 0 = a free one."""
     engine = config.engine
-    settings = EngineSettings(
+    return EngineSettings(
         model_folder=model_folder,
-        log_path=run_folder / "logs" / f"engine-{number}.log",
+        log_path=log_path,
         host=engine.host,
-        port=engine.port + number if engine.port else 0,
+        port=port if port is not None else engine.port + number if engine.port else 0,
         dtype=engine.dtype,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
@@ -104,7 +108,11 @@ def _start_engine(config: Config, number: int, model_folder: Path, run_folder: P
         seed=config.run.seed,
         start_timeout_s=engine.start_timeout_s,
     )
-    return EngineProcess(settings).start()
+
+
+def _start_engine(config: Config, number: int, model_folder: Path, run_folder: Path) -> EngineProcess:
+    log_path = run_folder / "logs" / f"engine-{number}.log"
+    return EngineProcess(engine_settings(config, number, model_folder, log_path)).start()
 
 
 def _start_scheduler(config_path: Path, model_folder: Path, run_folder: Path, urls: list[str]) -> ChildProcess:
