@@ -29,10 +29,11 @@ def train(trainer: Trainer, link: SchedulerLink, pusher: Pusher, export_folder: 
     pusher.connect(policy_version)
     before: EvalResult = link.request(EvalRequest(name="before"), EvalResult)
 
-    if config.value.pretrain_trajectories:
+    has_value_model = config.algo.baseline == "value"  # the other control arms have nothing to pretrain or warm up
+    if has_value_model and config.value.pretrain_trajectories:
         pretrain_value(trainer, link)
 
-    num_warmup_steps, step = config.value.warmup_steps, 0
+    num_warmup_steps, step = config.value.warmup_steps if has_value_model else 0, 0
     while step < num_warmup_steps + config.run.steps:
         step += 1
         phase = "value_warmup" if step <= num_warmup_steps else "train"

@@ -59,7 +59,7 @@ def sao_step(models: Models, share: Share, config: Config, *, trains_policy: boo
         return StepResult(has_trained=False)
     algo, value_model = config.algo, models.value
     if algo.baseline != "value":
-        return control_step(models, share, config)
+        return control_step(models, share, config) if trains_policy else StepResult(has_trained=False)
 
     value = value_before = infer_values(value_model.wrapped, share, models.readout)
     target = value_targets(share, value_before, algo)
