@@ -17,13 +17,12 @@ from pathlib import Path
 from megatron_sao.cli.child import ChildProcess
 from megatron_sao.cli.failure import Failure
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
-from megatron_sao.cli.preflight import check_before_start
+from megatron_sao.cli.preflight import check_before_start, check_model
 from megatron_sao.cli.train import EXPORT_FOLDER, RESULT_FILE
-from megatron_sao.config import Config, check_model_fits, describe, to_toml
+from megatron_sao.config import Config, describe, to_toml
 from megatron_sao.errors import EngineError, ProtocolError, SaoError
 from megatron_sao.observe.progress import Progress
 from megatron_sao.rollout.engine_process import EngineProcess, EngineSettings
-from megatron_sao.transport.hf_shapes import check_model_folder
 
 CAUSE_WAIT_S = 10.0  # when a process lost its partner: how long the partner's own failure may take to be seen
 
@@ -44,8 +43,7 @@ def run(config: Config, started: float) -> None:
     """One run from first to last line. Raises: SaoError with the message of whatever failed first."""
     check_before_start(config)
     model_folder = prepare_model(config)
-    check_model_folder(model_folder)
-    check_model_fits(config, json.loads((model_folder / "config.json").read_text()))
+    check_model(config, model_folder)
     run_folder = new_run_folder(Path(config.run.folder) / config.run.name)
     config_path = run_folder / "config.toml"
     config_path.write_text(to_toml(config))

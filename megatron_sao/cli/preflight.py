@@ -3,14 +3,17 @@
 The processes check the same again, each for itself: they may also be started without this program.
 """
 
+import json
 import os
 import socket
 from pathlib import Path
 
-from megatron_sao.config import Config
+from megatron_sao.config import Config, check_model_fits
+from megatron_sao.convert.expected import check_tensors
 from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.environment import make_environment
 from megatron_sao.rollout.prompts import PromptSource, read_prompt_file
+from megatron_sao.transport.hf_shapes import check_model_folder
 
 
 def check_before_start(config: Config) -> None:
@@ -21,6 +24,17 @@ def check_before_start(config: Config) -> None:
     _check_tasks(config)
     _check_ports(config)
     _check_run_folder(Path(config.run.folder))
+
+
+def check_model(config: Config, folder: Path) -> None:
+    """The model folder is whole, and the model fits the layout.
+
+    Raises: CheckpointError, ConfigError.
+    """
+    shapes = check_model_folder(folder)
+    hf_config = json.loads((folder / "config.json").read_text())
+    check_model_fits(config, hf_config)
+    check_tensors(shapes, hf_config, folder)
 
 
 def _check_tasks(config: Config) -> None:

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_sao.cli.options import parse_options, run_command
-from megatron_sao.config import Config, check_model_fits, check_world_size
-from megatron_sao.errors import ConfigError, ProtocolError
+from megatron_sao.cli.preflight import check_model
+from megatron_sao.config import Config, check_world_size
+from megatron_sao.errors import ConfigError, ProtocolError, SaoError
 
 ADDRESS_FILE = "scheduler.json"  # written by cli/scheduler.py
 RESULT_FILE = "result.json"
 EXPORT_FOLDER = "export"
 SCHEDULER_WAIT_S = 300.0
+REPEAT_AFTER_S = 3.0  # most faults meet every rank: rank 0 speaks, and its end makes torchrun stop the others
 
 _ABOUT = "One rank of the trainer; torchrun starts all of them."
 _VALUES = {
@@ -30,18 +32,24 @@ _VALUES = {
 
 
 def main(argv: Sequence[str]) -> None:
+    try:
+        _main(argv)
+    except SaoError:
+        if int(os.environ.get("RANK", 0)):
+            time.sleep(REPEAT_AFTER_S)
+        raise
+
+
+def _main(argv: Sequence[str]) -> None:
     options = parse_options(argv, about=_ABOUT, values=_VALUES, switches={})
     config = options.load_config()
     check_world_size(config, int(os.environ.get("WORLD_SIZE", 1)))
     for name in ("run-folder", "model"):
         if name not in options.values:
             raise ConfigError(f"--{name} is missing: {_VALUES[name]}")
-    run_trainer(
-        config,
-        Path(options.values["run-folder"]),
-        Path(options.values["model"]),
-        options.values.get("host", "127.0.0.1"),
-    )
+    run_folder, model_folder = Path(options.values["run-folder"]), Path(options.values["model"])
+    check_model(config, model_folder)
+    run_trainer(config, run_folder, model_folder, options.values.get("host", "127.0.0.1"))
 
 
 def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str) -> None:
@@ -57,7 +65,6 @@ def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str)
     from megatron_sao.train.setup import build_trainer
 
     folder = HFFolder(model_folder)
-    check_model_fits(config, folder.config)
     torch.set_num_threads(config.run.threads_per_process)
     torch.use_deterministic_algorithms(config.run.deterministic)
     world = start_world(config)
