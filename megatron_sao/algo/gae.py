@@ -3,7 +3,7 @@
 Invariants:
 - a step of GAE is an action token; observation tokens between two actions cost no decay and their values are not read;
 - off the action mask every output is exactly 0, and whatever stands in the inputs there (NaN, inf) changes no bit;
-- one trajectory never sees another one, nor how it was padded or packed;
+- one trajectory never sees another one; how it was padded or packed shifts no more than float64 round-off;
 - nothing here carries a gradient; sums run in float64, results come back in the dtype of `value_t` (at least float32).
 
 The scan works on y_t = V_t + lam * A_t, because then no step has to look up the value of the next action:
@@ -20,6 +20,7 @@ from torch import Tensor
 
 BLOCK_TOKENS = 32  # tokens scanned one after the other; all blocks of a chunk advance together
 CPU_CHUNK_TOKENS = 2**18  # float64 scratch of one chunk: 2 MiB an array, so that it stays in a core's cache
+GPU_CHUNK_TOKENS = 2**22  # 32 MiB an array: few launches, and scratch that does not grow with the step
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}  # the integer as wide as the number
 
 
@@ -132,7 +133,7 @@ def _scan_pack(
     bootstrap_n = bootstrap_n[has_tokens_n]
 
     advantage_t, return_t = torch.empty_like(value_t), torch.empty_like(value_t)
-    chunk_tokens = _padded(min(num_tokens, CPU_CHUNK_TOKENS) if device.type == "cpu" else num_tokens)
+    chunk_tokens = _padded(min(num_tokens, CPU_CHUNK_TOKENS if device.type == "cpu" else GPU_CHUNK_TOKENS))
     keep_scratch = torch.empty(chunk_tokens, dtype=_BITS[dtype], device=device)
     narrow_scratch = torch.empty(chunk_tokens, dtype=dtype, device=device)
     reward_scratch, value_scratch, *rows = torch.empty(4, chunk_tokens, dtype=torch.float64, device=device)

@@ -73,9 +73,9 @@ def main() -> None:
     print(f"scan             {scan_s * 1e3:8.1f} ms")
     print(f"a plain cumsum   {cumsum_s * 1e3:8.1f} ms")
     print(
-        f"BENCH gae speedup={loop_s / scan_s:.1f} loop_s={loop_s:.3f} scan_s={scan_s:.4f} max_abs_diff={max_abs_diff:.1e} "
-        f"trajectories={NUM_TRAJECTORIES} tokens={NUM_TOKENS} action_share={float(mask.float().mean()):.2f} "
-        f"threads={num_threads}"
+        f"BENCH gae speedup={loop_s / scan_s:.1f} loop_s={loop_s:.3f} scan_s={scan_s:.4f} cumsum_s={cumsum_s:.4f} "
+        f"max_abs_diff={max_abs_diff:.1e} trajectories={NUM_TRAJECTORIES} tokens={NUM_TOKENS} "
+        f"action_share={float(mask.float().mean()):.2f} threads={num_threads}"
     )
 
 
