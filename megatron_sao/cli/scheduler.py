@@ -9,6 +9,7 @@ said that it finished; `scheduler_summary.json` says what became of every prompt
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.config import Config, derived_numbers
+from megatron_sao.config.derived import num_pretrain_holdout
 from megatron_sao.errors import ConfigError, ProtocolError, SaoError
 from megatron_sao.observe.metrics import MetricsSink
 from megatron_sao.observe.progress import Progress
@@ -58,7 +60,9 @@ def main(argv: Sequence[str]) -> None:
     run_folder, model, engines = _required(options)
     ledger_path = run_folder / LEDGER_FILE
     if ledger_path.exists():
-        raise ConfigError(f"{run_folder} already holds a run ({LEDGER_FILE}); choose another run.name or remove the folder")
+        raise ConfigError(
+            f"{run_folder} already holds a run ({LEDGER_FILE}); choose another run.name or remove the folder"
+        )
     asyncio.run(_run(config, run_folder, model, engines, options.values.get("host", "127.0.0.1")))
 
 
@@ -130,7 +134,11 @@ class RunObserver:
         self._decode = lambda ids: chat.tokenizer.decode(ids, skip_special_tokens=False)
         self._progress = Progress()
         self._progress.__enter__()
-        self._totals = {"value_warmup": config.value.warmup_steps, "train": config.run.steps}
+        self._totals = {
+            PRETRAIN_PHASE: _num_pretrain_reports(config),
+            "value_warmup": config.value.warmup_steps,
+            "train": config.run.steps,
+        }
         self._num_steps: dict[str, int] = {}
 
     def waited(self, phase: str, num_ready: int, num_needed: int) -> None:
@@ -246,6 +254,15 @@ def _settings(config: Config) -> ScheduleSettings:
         push_timeout_s=config.push.timeout_s,
         push_backend=config.push.backend,
     )
+
+
+def _num_pretrain_reports(config: Config) -> int:
+    """One before the first update, one for each update."""
+    value = config.value
+    if not value.pretrain_trajectories:
+        return 0
+    num_trained = value.pretrain_trajectories - num_pretrain_holdout(value)
+    return 1 + value.pretrain_epochs * math.ceil(num_trained / value.pretrain_batch_trajectories)
 
 
 def _turn_termination_into_cancellation() -> None:

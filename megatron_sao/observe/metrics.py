@@ -2,8 +2,8 @@
 
 Owns `metrics.jsonl` and the folder `tensorboard` of a run. A line is
     {"time_s": unix time, "phase": "train", "step": 12, "rollout/pass_rate": 0.5, ...}
-Invariants: every line is complete JSON (ASCII, NaN and infinities as the strings "nan", "inf", "-inf") and is on its way
-to disk when `log` returns; writing never raises because of what a value is.
+Invariants: every line is complete JSON (ASCII; NaN and infinities as the strings "nan", "inf", "-inf") and on its way to
+disk when `log` returns; writing never raises because of what a value is.
 """
 
 import json
@@ -37,7 +37,8 @@ class MetricsSink:
         Args:
             step: step within the phase.
             phase: "value_pretrain" | "value_warmup" | "train" | "eval".
-            metrics: name -> number (or text, which goes to the JSON only). A `phase`, `step` or `time_s` in it is ignored.
+            metrics: name -> number (or text, which goes to the JSON only). A `phase`, `step` or `time_s` in it does not
+                count.
         """
         record = {**metrics, "time_s": time.time(), "phase": phase, "step": step}
         ordered = {name: record.pop(name) for name in ("time_s", "phase", "step")} | dict(sorted(record.items()))

@@ -16,6 +16,7 @@ matplotlib.use("Agg")  # no display is needed, or looked for
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from megatron_sao.observe.metrics import MAIN_PHASE, METRICS_FILE, read_metrics
 
@@ -44,7 +45,12 @@ class _Chart:
 
 
 _CHARTS = (
-    _Chart("Reward", "mean reward", (_Series("training prompts", ("rollout/reward_mean",)),), held_out="eval/mean_reward"),
+    _Chart(
+        "Reward",
+        "mean reward",
+        (_Series("training prompts", ("rollout/reward_mean",)),),
+        held_out="eval/mean_reward",
+    ),
     _Chart(
         "Pass rate",
         "share of episodes",
@@ -102,9 +108,8 @@ def write_report(run_folder: Path | str, *, title: str) -> Path:
         for ax, chart in zip(axes.flat, _CHARTS, strict=True):
             _draw(ax, chart, records)
         figure.suptitle(title, x=0.055, y=0.975, ha="left", fontsize=15, fontweight="bold", color=_INK)
-        figure.text(
-            0.055, 0.915, "points: each step    line: running mean    diamonds: held-out prompts", color=_MUTED, fontsize=10
-        )
+        legend = "points: each step    line: running mean    diamonds: held-out prompts"
+        figure.text(0.055, 0.915, legend, color=_MUTED, fontsize=10)
         figure.subplots_adjust(left=0.055, right=0.985, top=0.845, bottom=0.075, wspace=0.22, hspace=0.38)
         path = run_folder / REPORT_FILE
         temporary = run_folder / f".{REPORT_FILE}.part"
@@ -147,14 +152,14 @@ def _draw(ax: Axes, chart: _Chart, records: list[dict[str, Any]]) -> None:
         ax.plot(steps, running_mean(values, max(1, len(values) // 12)), color=colour, linewidth=2, label=series.label)
         if chart.shows_warmup and steps[0] < 0:
             ax.axvline(-0.5, color=_MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-            ax.annotate("left of the line: value warm-up", (-0.5, 0.02), xycoords=("data", "axes fraction"),
+            ax.annotate("left of the line: value warm-up", (-0.5, 0.95), xycoords=("data", "axes fraction"),
                         xytext=(5, 0), textcoords="offset points", fontsize=8, color=_MUTED)
     if chart.held_out:
         steps, values = _held_out(records, chart.held_out)
         if len(steps):
             num_drawn += 1
-            ax.plot(steps, values, "D", color=_COLOURS[1], markersize=7, markeredgecolor="white", label="held-out prompts",
-                    zorder=5, clip_on=False)
+            ax.plot(steps, values, "D", color=_COLOURS[1], markersize=7, markeredgecolor="white",
+                    label="held-out prompts", zorder=5, clip_on=False)
             for step, value in zip(steps, values):
                 ax.annotate(f"{value:.2f}", (step, value), xytext=(0, 9), textcoords="offset points", ha="center",
                             fontsize=8.5, color=_INK, annotation_clip=False)
@@ -172,6 +177,7 @@ def _dress(ax: Axes, chart: _Chart) -> None:
     ax.set_ylabel(chart.axis, fontsize=9, color=_MUTED)
     ax.grid(axis="y", color=_GRID, linewidth=0.8)
     ax.set_axisbelow(True)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     ax.tick_params(colors=_MUTED, labelsize=9, length=0)
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
@@ -192,7 +198,11 @@ def _points(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(policy versions, values) of the training phase; the steps of a value warm-up come before it, as -1, -2, ..."""
     name = next((name for name in names if any(name in record for record in records)), None)
-    trained = [(r.get("schedule/policy_version", r["step"]), r[name]) for r in records if r["phase"] == MAIN_PHASE and name in r]
+    trained = [
+        (record.get("schedule/policy_version", record["step"]), record[name])
+        for record in records
+        if record["phase"] == MAIN_PHASE and name in record
+    ]
     warmed = [r[name] for r in records if r["phase"] == "value_warmup" and name in r] if with_warmup else []
     points = [(index - len(warmed), value) for index, value in enumerate(warmed)] + trained
     if not points:

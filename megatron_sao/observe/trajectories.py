@@ -1,7 +1,7 @@
 """Trajectories of one step as one Parquet file, for reading and for replaying.
 
-Invariants: token ids and the other arrays are stored unchanged and are the truth; the text is decoded for people only and
-may hold escapes (a lone surrogate becomes \\udXXX), so it is never tokenised again. A file is whole or absent.
+Invariants: token ids and the other arrays are stored unchanged and are the truth; the text is decoded for people only
+and may hold escapes (a lone surrogate becomes \\udXXX), so it is never tokenised again. A file is whole or absent.
 """
 
 import json

@@ -27,7 +27,8 @@ def batch_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> di
 
     Returns:
         rollout/*: per trajectory; lag/mean and lag/max: of the oldest action token of each trajectory;
-        lag/share_ge1: share of all action tokens with lag >= 1; environment/*: mean over the trajectories that report it.
+        lag/share_ge1: share of all action tokens with lag >= 1;
+        environment/*: mean over the trajectories that report it.
 
     Raises:
         ProtocolError: a token is newer than `policy_version`.

@@ -20,8 +20,8 @@ def test_arrays_and_fields_come_back_unchanged(tmp_path):
     write_trajectories(path, given, phase="train", step=12, decode=str)
     assert path.name == "train-000012.parquet"
     for one, other in zip(read_trajectories(path), given, strict=True):
-        assert (one.prompt, one.reward, one.is_cut, one.metrics) == (other.prompt, other.reward, other.is_cut, other.metrics)
-        assert (one.started_s, one.finished_s) == (other.started_s, other.finished_s)
+        for name in ("prompt", "reward", "is_cut", "metrics", "started_s", "finished_s"):
+            assert getattr(one, name) == getattr(other, name)
         for name in ARRAYS:
             assert getattr(one, name).dtype == getattr(other, name).dtype
             assert np.array_equal(getattr(one, name), getattr(other, name))

@@ -1,7 +1,7 @@
-"""An HTTP server with the routes of a vLLM server that the scheduler uses, for faults that a real one cannot be asked for.
+"""An HTTP server with the routes of a vLLM server that the scheduler uses, for faults no real one can be asked for.
 
-It "samples" one token per tick, freezes while paused, and stamps each token with its version, as vLLM does. With `faults`
-a route answers 500, hangs, or the whole server dies.
+It "samples" one token per tick, freezes while paused, and stamps each token with its version, as vLLM does. With
+`faults` a route answers 500, hangs, or the whole server dies.
 """
 
 import asyncio
@@ -14,11 +14,23 @@ TICK_S = 0.002
 class FakeEngine:
     """One server. `faults`: route name -> "refuse" | "hang" | "die"."""
 
-    def __init__(self, *, num_tokens: int = 4, faults: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_tokens: int = 4,
+        faults: dict[str, str] | None = None,
+        num_free: int | None = None,
+        hold_at: int = 0,
+    ) -> None:
+        """Requests after the first `num_free` stop when they have `hold_at` tokens, until `num_free` is None."""
         self.num_tokens = num_tokens
         self.faults = faults or {}
         self.calls: list[str] = []
         self.version = "default"
+        self.num_free = num_free
+        self.hold_at = hold_at
+        self.num_held = 0
+        self._num_requests = 0
         self.is_updating = False
         self.num_tokens_during_update = 0
         self.hold = False  # True = requests do not go on, as if their answers were very long
@@ -84,9 +96,14 @@ class FakeEngine:
     async def _generate(self, request: web.Request) -> web.Response:
         if "generate" in self.faults:
             await self._fault("generate")
+        number, self._num_requests = self._num_requests, self._num_requests + 1
         spans: list[dict] = []
         for position in range(self.num_tokens):
             await asyncio.sleep(TICK_S)
+            if position == self.hold_at and self._holds(number):
+                self.num_held += 1
+                while self._holds(number):
+                    await asyncio.sleep(TICK_S)
             while self.hold or not self._running.is_set():
                 await asyncio.sleep(TICK_S)
             self.num_tokens_during_update += self.is_updating
@@ -101,6 +118,9 @@ class FakeEngine:
             "weight_versions": spans,
         }
         return web.json_response({"choices": [choice]})
+
+    def _holds(self, number: int) -> bool:
+        return self.num_free is not None and number >= self.num_free
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})

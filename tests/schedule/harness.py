@@ -1,4 +1,4 @@
-"""A scheduler with its real channel, client, pool, ledger and buffer, against fake engines and a trainer in a thread."""
+"""A scheduler with its real channel, client, pool, ledger and buffer; fake engines, and a trainer in a thread."""
 
 import asyncio
 import itertools
@@ -18,7 +18,9 @@ from tests.schedule.support import make_prompt
 
 LIMIT_S = 30.0  # of a whole test; nothing comes near it unless it hangs
 
-HELLO = Hello(policy_version=0, num_trainer_ranks=2, master_address="127.0.0.1", master_port=1, plan=b"plan", plan_hash="h")
+HELLO = Hello(
+    policy_version=0, num_trainer_ranks=2, master_address="127.0.0.1", master_port=1, plan=b"plan", plan_hash="h"
+)
 
 
 @dataclass
@@ -155,8 +157,10 @@ def push(channel: TrainerChannel, version: int):
 
 
 def report(channel: TrainerChannel, step: int, version: int, *, phase: str = "train", is_trained: bool = True):
-    given = StepReport(step=step, phase=phase, policy_version=version, is_trained=is_trained, metrics={"policy/loss": 1.0})
-    return channel.request(given)
+    metrics = {"policy/loss": 1.0}
+    return channel.request(
+        StepReport(step=step, phase=phase, policy_version=version, is_trained=is_trained, metrics=metrics)
+    )
 
 
 def train(channel: TrainerChannel, num_steps: int, version: int = 0) -> int:

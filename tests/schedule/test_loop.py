@@ -50,26 +50,54 @@ def test_a_whole_run(tmp_path):
     metrics = out.notes.steps[-1][1]
     assert metrics["policy/loss"] == 1.0
     assert metrics["rollout/pass_rate"] == 1.0
-    assert {"schedule/wait_s", "schedule/buffered", "schedule/in_flight", "schedule/tokens_per_s", "lag/max"} <= set(metrics)
+    assert {"wait_s", "buffered", "in_flight", "tokens_per_s", "dropped_stale"} <= {
+        name.removeprefix("schedule/") for name in metrics
+    }
 
 
-def test_requests_in_flight_survive_every_push_and_carry_both_versions(tmp_path):
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.005)
+
+
+def test_requests_in_flight_survive_a_push_and_carry_both_versions(tmp_path):
+    def trainer(channel, engines):
+        (engine,) = engines
+        channel.request(HELLO)
+        take(channel, 0, 0)
+        wait_for(lambda: engine.num_held == 6)  # each of the six that now run has written two tokens
+        push(channel, 1)
+        engine.num_free = None
+        report(channel, 0, 1)
+        batch = take(channel, 1, 1)
+        report(channel, 1, 1, is_trained=False)
+        finish(channel)
+        return [trajectory.version_t.tolist() for trajectory in batch.trajectories]
+
+    # The first four requests are free: they are the first batch.
+    out = play_together(tmp_path, trainer, engines=[{"num_tokens": 5, "num_free": 4, "hold_at": 2}])
+    assert (out.trainer_error, out.scheduler_error) == (None, None)
+    assert out.answer == [[-1, -1, 0, 0, 1, 1, 1]] * 4
+    assert out.summary["requests_in_flight_at_pushes"] == 6
+    assert out.summary["requests_lost_by_pushes"] == 0
+    assert out.summary["trajectories_across_pushes"] >= 4
+    assert out.summary["dropped_by_reason"] == {"no_signal": 4}
+    assert balances(out.summary)
+
+
+def test_the_steps_of_a_push_come_in_order_and_nothing_is_sampled_during_one(tmp_path):
     def trainer(channel, engines):
         channel.request(HELLO)
-        version = train(channel, 8)
-        take(channel, 8, version)
-        report(channel, 8, version, is_trained=False)
+        train(channel, 8)
         finish(channel)
 
     out = play_together(tmp_path, trainer, engines=[{"num_tokens": 25}, {"num_tokens": 25}])
     assert out.scheduler_error is None
-    assert out.summary["requests_in_flight_at_pushes"] > 0
     assert out.summary["requests_lost_by_pushes"] == 0
-    assert out.summary["trajectories_across_pushes"] > 0
-    assert out.summary["dropped_by_reason"]["no_signal"] == 4
-    assert all(engine.num_tokens_during_update == 0 for engine in out.engines)
-    assert balances(out.summary)
     for engine in out.engines:
+        assert engine.num_tokens_during_update == 0
         assert engine.calls == ["init"] + ["pause", "start", "update", "finish", "resume"] * 8
 
 
@@ -109,11 +137,7 @@ def fails_with(out, text: str, kind: type = EngineError) -> None:
 def test_an_engine_that_fails_in_generation(tmp_path, fault):
     def trainer(channel, engines):
         channel.request(HELLO)
-        began = time.monotonic()
-        try:
-            take(channel, 0, 0)
-        finally:
-            assert time.monotonic() - began < 10.0
+        take(channel, 0, 0)
 
     fails_with(play_together(tmp_path, trainer, engines=[{"faults": {"generate": fault}}]), "generate")
 
@@ -140,7 +164,7 @@ def test_a_push_that_fails_publishes_nothing_and_resumes_what_is_whole(tmp_path,
         take(channel, 0, 0)
         push(channel, 1)
 
-    out = play_together(tmp_path, trainer, engines=[{}, {"faults": {step: fault}}], push_timeout_s=1.0)
+    out = play_together(tmp_path, trainer, engines=[{}, {"faults": {step: fault}}], push_timeout_s=2.0)
     assert isinstance(out.trainer_error, ProtocolError)
     assert isinstance(out.scheduler_error, EngineError)
     assert out.summary["policy_version"] == 0
@@ -276,28 +300,36 @@ def test_unscored_episodes_are_dropped_and_counted(tmp_path):
 
 
 def test_stale_trajectories_are_dropped_when_the_step_consumes(tmp_path):
+    held_version = 0
+
+    async def run_episode(prompt, pool):  # ends at once, so that it is known which version writes what
+        return make_trajectory(prompt.prompt_id, versions=(held_version,))
+
     def trainer(channel, engines):
+        nonlocal held_version
         channel.request(HELLO)
-        version = 0
         for step in range(5):
-            take(channel, step, version)
-            push(channel, version := version + 1)
-            push(channel, version := version + 1)  # two pushes a step: what waits ages twice as fast
-            report(channel, step, version)
+            take(channel, step, held_version)
+            first = held_version
+            push(channel, first + 1)
+            push(channel, first + 2)  # two pushes a step: what waits ages twice as fast
+            held_version = first + 2
+            report(channel, step, held_version)
         finish(channel)
 
-    out = play_together(tmp_path, trainer, max_staleness=1)
-    assert out.scheduler_error is None
-    assert out.summary["dropped_by_reason"]["stale"] > 0
-    assert out.summary["lag_max"] <= 1
-    assert sum(metrics["schedule/dropped_stale"] for _, metrics, _ in out.notes.steps) == (
-        out.summary["dropped_by_reason"]["stale"]
-    )
+    out = play_together(tmp_path, trainer, run_episode=run_episode, max_staleness=1)
+    assert (out.trainer_error, out.scheduler_error) == (None, None)
+    # After each batch six trajectories wait; the next step finds them two versions old and drops them.
+    assert out.summary["dropped_by_reason"] == {"stale": 4 * 6}
+    assert [metrics["schedule/dropped_stale"] for _, metrics, _ in out.notes.steps] == [0.0, 6.0, 6.0, 6.0, 6.0]
+    assert out.summary["lag_max"] == 0
     assert balances(out.summary)
 
 
 def test_a_trainer_that_resumes_publishes_first_and_versions_never_fall(tmp_path):
-    resumed = Hello(policy_version=57, num_trainer_ranks=1, master_address="127.0.0.1", master_port=1, plan=b"", plan_hash="")
+    resumed = Hello(
+        policy_version=57, num_trainer_ranks=1, master_address="127.0.0.1", master_port=1, plan=b"", plan_hash=""
+    )
 
     def trainer(channel, engines):
         channel.request(resumed)

@@ -9,7 +9,8 @@ from tests.schedule.support import make_trajectory
 
 def test_two_trajectories_by_hand():
     first = make_trajectory("a", versions=(3, 4, 5), reward=1.0, metrics={"tool_calls": 1})
-    second = make_trajectory("b", versions=(5,), reward=0.0, num_observation=2, is_cut=True, metrics={"tool_calls": 2, "x": 3})
+    reported = {"tool_calls": 2, "x": 3}
+    second = make_trajectory("b", versions=(5,), reward=0.0, num_observation=2, is_cut=True, metrics=reported)
     metrics = batch_metrics([first, second], policy_version=5)
     assert metrics["rollout/reward_mean"] == 0.5
     assert metrics["rollout/pass_rate"] == 0.5
