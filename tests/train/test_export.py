@@ -1,0 +1,170 @@
+"""An exported folder has the bits of its source before training, and appears whole or not at all."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from megatron_sao.config import load_config
+from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.parallel.init import start_world
+from megatron_sao.train import export
+from megatron_sao.train.export import export_policy
+from megatron_sao.train.sao_step import sao_step
+from megatron_sao.train.setup import build_trainer
+from tests.support.folders import make_folder, read_weights, write_weights
+from tests.support.ranks import RankFailure, run_ranks
+from tests.support.trajectories import random_trajectories
+
+VOCAB = 129  # padded to 130 under tp 2
+LAYOUTS = {"1": {}, "tp2": dict(tp=2), "tp2-ep2": dict(tp=2, ep=2), "pp2": dict(pp=2), "dp2-ep2": dict(dp=2, ep=2)}
+CASES = [("moe", "1"), ("moe", "tp2-ep2"), ("moe", "pp2"), ("moe", "dp2-ep2"), ("tied", "tp2"), ("tied", "pp2")]
+TRAJECTORIES = random_trajectories(5, seed=4, vocab=VOCAB, longest=24)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folders")
+    return {
+        "moe": make_folder(root / "moe", vocab=VOCAB, seed=1),
+        "tied": make_folder(root / "tied", family="qwen3", tied=True, vocab=VOCAB, seed=2),
+    }
+
+
+def trainer_of(folder, layout):
+    overrides = [f"parallel.{key}={value}" for key, value in layout.items()]
+    gradient_descent = ["policy.lr=1.0", "policy.adam_eps=1.0"]  # Adam moves each weight by its gradient, nearly
+    config = load_config(None, [*gradient_descent, *overrides])
+    return build_trainer(config, HFFolder(folder), start_world(config))
+
+
+def exports(folder, destination, layout):
+    """Export before training and after a step."""
+    trainer = trainer_of(folder, layout)
+    export_policy(trainer, destination / "before")
+    assert sao_step(trainer.models, trainer.share_of_batch(TRAJECTORIES, 0), trainer.config).has_updated_policy
+    export_policy(trainer, destination / "after")
+    return {p.hf_name for pieces in trainer.exporter.slices_by_rank for p in pieces}
+
+
+@pytest.mark.parametrize("name, layout", CASES)
+def test_an_export_before_training_has_the_bits_of_its_source(folders, tmp_path, name, layout):
+    run_ranks(1 if layout == "1" else 2, exports, folders[name], tmp_path, LAYOUTS[layout])
+    source, before, after = (read_weights(f) for f in (folders[name], tmp_path / "before", tmp_path / "after"))
+    assert source.keys() == before.keys() == after.keys()
+    for tensor in source:
+        assert torch.equal(source[tensor], before[tensor]) and source[tensor].dtype == before[tensor].dtype, tensor
+    assert [tensor for tensor in source if torch.equal(source[tensor], after[tensor])] == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["after", "before"]
+
+
+def test_every_layout_exports_the_same_trained_policy(folders, tmp_path):
+    for layout in ("1", "tp2-ep2"):
+        (tmp_path / layout).mkdir()
+        run_ranks(1 if layout == "1" else 2, exports, folders["moe"], tmp_path / layout, LAYOUTS[layout])
+    alone, cut = (read_weights(tmp_path / layout / "after") for layout in ("1", "tp2-ep2"))
+    for name, tensor in alone.items():
+        torch.testing.assert_close(cut[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_transformers_opens_an_export(folders, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    for name, folder in folders.items():
+        (tmp_path / name).mkdir()
+        run_ranks(1, exports, folder, tmp_path / name, {})
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name / "after", dtype=torch.float32)
+        expected = read_weights(tmp_path / name / "after")["model.embed_tokens.weight"]
+        assert torch.equal(model.get_input_embeddings().weight, expected)
+        config = json.loads((tmp_path / name / "after" / "config.json").read_text())
+        assert config == json.loads((folder / "config.json").read_text())
+
+
+def test_side_files_are_copied_and_others_are_not(folders, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in folders["moe"].iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ x }}")
+    (source / "optimizer.pt").write_text("not for the export")
+    write_weights(source, read_weights(source) | {"value_head.weight": torch.ones(1, 32)})
+    destination = tmp_path / "runs"
+    destination.mkdir()
+    names = run_ranks(1, exports, source, destination, {})[0]
+    held = {p.name for p in (destination / "before").iterdir()}
+    assert held >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert "optimizer.pt" not in held
+    assert set(read_weights(destination / "before")) == names, "the value head is no part of the policy"
+
+
+# ---- exports that do not end well ------------------------------------------------------------------------------
+
+
+def killed(folder, destination, moment):
+    """Rank 0 dies while it writes: in the middle of the weights, or just before the folder gets its name."""
+
+    def half_written(tensors, path, metadata=None):
+        with open(path, "wb") as file:
+            file.write(b"\0" * 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = trainer_of(folder, dict(tp=2, ep=2))
+    if trainer.world.is_first:
+        if moment == "weights":
+            export.save_file = half_written
+        else:
+            export._check = die
+    export_policy(trainer, destination)
+
+
+@pytest.mark.parametrize("moment", ["weights", "name"])
+@pytest.mark.parametrize("has_older", [False, True], ids=["first", "again"])
+def test_a_killed_export_leaves_nothing_that_looks_finished(folders, tmp_path, moment, has_older):
+    destination = tmp_path / "export"
+    if has_older:
+        destination.mkdir()
+        (destination / "config.json").write_text("older")
+    with pytest.raises(RankFailure, match="rank 0 ended with status -9"):
+        run_ranks(2, killed, folders["moe"], destination, moment)
+    assert destination.exists() == has_older
+    if has_older:
+        assert (destination / "config.json").read_text() == "older", "the older export is replaced by a whole one only"
+    leftovers = [p.name for p in tmp_path.iterdir() if p != destination]
+    assert len(leftovers) == 1 and leftovers[0].startswith("export.partial-")
+
+
+def replaced(folder, destination):
+    export_policy(trainer_of(folder, {}), destination)
+
+
+def test_a_whole_export_takes_the_place_of_an_older_one(folders, tmp_path):
+    destination = tmp_path / "export"
+    destination.mkdir()
+    (destination / "stale.safetensors").write_text("older")
+    run_ranks(1, replaced, folders["moe"], destination)
+    assert not (destination / "stale.safetensors").exists() and (destination / "model.safetensors").exists()
+
+
+def incomplete(folder, destination):
+    def write_less(tensors, path, metadata=None):
+        from safetensors.torch import save_file
+
+        tensors = dict(tensors)
+        del tensors["model.norm.weight"]
+        save_file(tensors, path, metadata=metadata)
+
+    export.save_file = write_less
+    export_policy(trainer_of(folder, {}), destination)
+
+
+def test_an_export_that_lacks_a_tensor_is_refused_by_name(folders, tmp_path):
+    with pytest.raises(RankFailure, match=r"CheckpointError: the export .* in the tensors \['model.norm.weight'\]"):
+        run_ranks(1, incomplete, folders["moe"], tmp_path / "export")
+    assert not (tmp_path / "export").exists()
