@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import MegatronModule
@@ -25,7 +30,7 @@ class Learner:
 
     chunks: list[MegatronModule]
     wrapped: list[DistributedDataParallel]
-    optimizer: object
+    optimizer: ChainedOptimizer  # one for dense parameters, one for experts
     schedule: OptimizerParamScheduler
 
     def zero_grad(self) -> None:
@@ -48,6 +53,15 @@ class Learner:
         if done:
             self.schedule.step(1)
         return bool(done), float(grad_norm)
+
+    def restart(self) -> None:
+        """Begin a new stage of training: weights stay, Adam's moments and the schedule start from nothing."""
+        for optimizer in self.optimizer.chained_optimizers:
+            optimizer.optimizer.state.clear()
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)  # both Adams count here and fill in what is absent
+        self.schedule.num_steps = 0
+        self.schedule.step(0)
 
     @property
     def learning_rate(self) -> float:

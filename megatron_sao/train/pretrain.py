@@ -21,6 +21,7 @@ def pretrain_value(trainer: Trainer, link: SchedulerLink) -> None:
     """Fetch `value.pretrain_trajectories` episodes and regress V on their returns, `value.pretrain_epochs` times.
 
     Reports after every update; before the first and after every epoch also the quality on the held-out episodes.
+    Effect: the value model keeps what it learned; its optimizer and its schedule begin anew for RL.
     Collective: every rank of the world.
     """
     config, models = trainer.config.value, trainer.models
@@ -28,27 +29,34 @@ def pretrain_value(trainer: Trainer, link: SchedulerLink) -> None:
     batch: Batch = link.request(need, Batch)
     held_out, training = split(batch.trajectories, num_pretrain_holdout(config), trainer.config.run.seed)
 
-    def report(update: int, metrics: dict[str, float]) -> None:
-        link.request(StepReport(step=update, phase=PHASE, policy_version=0, is_trained=True, metrics=metrics), Ack)
+    def report(number: int, metrics: dict[str, float], is_trained: bool) -> None:
+        message = StepReport(step=number, phase=PHASE, policy_version=0, is_trained=is_trained, metrics=metrics)
+        link.request(message, Ack)
 
-    update = 0
-    report(update, held_out_quality(trainer, held_out) | {"value/pretrain_trajectories": 0.0})
+    number = num_seen = 0
+    report(number, held_out_quality(trainer, held_out) | {"value/pretrain_trajectories": 0.0}, is_trained=False)
     for epoch in range(config.pretrain_epochs):
         order = random.Random(f"{trainer.config.run.seed}/{epoch}").sample(training, len(training))
         for first in range(0, len(order), config.pretrain_batch_trajectories):
             part = order[first : first + config.pretrain_batch_trajectories]
-            share = trainer.share_of_batch(part, 0)
-            if share.num_step_action_tokens == 0:
-                continue
-            value = infer_values(models.value.wrapped, share, models.readout)
-            target = value_targets(share, value, trainer.config.algo)
-            metrics = value_update(models.value, share, target, value, models.readout)
-            metrics |= value_quality(share, value, target)
-            metrics["value/pretrain_trajectories"] = float(epoch * len(order) + first + len(part))
-            update += 1
+            number, num_seen = number + 1, num_seen + len(part)
+            metrics = regress(trainer, part)
+            is_trained = bool(metrics)
+            metrics["value/pretrain_trajectories"] = float(num_seen)
             if first + len(part) == len(order):
                 metrics |= held_out_quality(trainer, held_out)
-            report(update, metrics)
+            report(number, metrics, is_trained)
+    models.value.restart()
+
+
+def regress(trainer: Trainer, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """One update of the value model on its targets; {} (nothing done) without action tokens. Collective: the world."""
+    share, models = trainer.share_of_batch(trajectories, 0), trainer.models
+    if share.num_step_action_tokens == 0:
+        return {}
+    value = infer_values(models.value.wrapped, share, models.readout)
+    target = value_targets(share, value, trainer.config.algo)
+    return value_update(models.value, share, target, value, models.readout) | value_quality(share, value, target)
 
 
 def split(

@@ -122,7 +122,8 @@ def test_norms_are_exempt_from_weight_decay(folder):
 
 
 def clipped(folder, clip):
-    learner, _ = value_learner(folder, [f"value.clip_grad={clip}", "value.lr=1.0", "value.adam_eps=1e6", "value.beta1=0.0"])
+    overrides = [f"value.clip_grad={clip}", "value.lr=1.0", "value.adam_eps=1e6", "value.beta1=0.0"]
+    learner, _ = value_learner(folder, overrides)
     (chunk,) = learner.chunks
     before = chunk.output_layer.weight.detach().clone()
     count = sum(p.numel() for p in chunk.parameters() if p.requires_grad)
@@ -212,6 +213,42 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_every_rank(folder, la
         assert found["is_untouched"] and found["num_moments"] > 0
         assert found["num_steps"] == 2, "the schedule counts the two updates that were done"
         assert found["next_done"] and found["is_finite"]
+
+
+def restarted(folder, layout):
+    """Three updates, a restart, two updates; against two updates of a model that starts from those weights."""
+    overrides = ["value.lr=0.01", "value.lr_warmup_steps=5", *layout]
+
+    def fill(name, parameter):
+        return torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
+
+    old, _ = value_learner(folder, overrides)
+    for _ in range(3):
+        set_gradients(old, fill)
+        old.update()
+    kept = [p.detach().clone() for chunk in old.chunks for p in chunk.parameters()]
+    old.restart()
+    new, _ = value_learner(folder, overrides)
+    unmoved = all(torch.equal(a, b) for a, b in zip(kept, old.chunks[0].parameters(), strict=True))
+    with torch.no_grad():
+        for parameter, weight in zip(new.chunks[0].parameters(), kept, strict=True):
+            parameter.copy_(weight)
+    new.optimizer.reload_model_params()
+    for learner in (old, new):
+        assert learner.learning_rate == 0.0, "the warm-up begins again"
+        for _ in range(2):
+            set_gradients(learner, fill)
+            learner.update()
+    first, second = snapshot(old), snapshot(new)
+    moved = [torch.equal(a, b) for a, b in zip(kept, first[0], strict=True)]
+    equal = all(torch.equal(a, b) for i in (0, 1) for a, b in zip(first[i], second[i], strict=True))
+    return unmoved, equal and first[2:] == second[2:], all(moved)
+
+
+@pytest.mark.parametrize("layout", ["1", "dp2"])
+def test_a_restart_keeps_the_weights_and_forgets_the_rest(folder, layout):
+    for unmoved, equal, stands_still in run_ranks(1 if layout == "1" else 2, restarted, folder, LAYOUTS[layout]):
+        assert unmoved and equal and not stands_still
 
 
 # ---- Adam ------------------------------------------------------------------------------------------------------
