@@ -127,7 +127,8 @@ def test_expert_ranks_together_hold_each_expert_once(sequential):
 
 def test_experts_are_cut_over_the_expert_tensor_axis_not_the_tensor_axis():
     name = "decoder.layers.0.mlp.experts.local_experts.1."
-    fc1, fc2 = local(name + "linear_fc1.weight", 4, 1, split_dim=0), local(name + "linear_fc2.weight", 1, 2, split_dim=1)
+    fc1 = local(name + "linear_fc1.weight", 4, 1, split_dim=0)
+    fc2 = local(name + "linear_fc2.weight", 1, 2, split_dim=1)
     where = ranks(tp=3, tp_size=4, ep=1, ep_size=2, etp=1, etp_size=2)
     pieces = local_slices([fc1, fc2], SHAPE, where)
     place = "model.layers.0.mlp.experts.5."

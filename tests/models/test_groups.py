@@ -75,9 +75,10 @@ def attention_of(fused):
 
 
 def moe_layer(fused):
-    """`fused` = transformer-engine: the input norm is part of linear_qkv; experts are weight0, weight1 of one module."""
-    grouped = Tree(linear_fc1=Tree(weight0=weight(), weight1=weight()), linear_fc2=Tree(weight0=weight(), weight1=weight()))
-    sequential = Tree(local_experts=torch.nn.ModuleList(Tree(linear_fc1=linear(), linear_fc2=linear()) for _ in range(2)))
+    """`fused` = transformer-engine: the input norm is part of linear_qkv; experts are weight0, weight1 of a module."""
+    grouped = Tree(**{fc: Tree(weight0=weight(), weight1=weight()) for fc in ("linear_fc1", "linear_fc2")})
+    experts = [Tree(linear_fc1=linear(), linear_fc2=linear()) for _ in range(2)]
+    sequential = Tree(local_experts=torch.nn.ModuleList(experts))
     return Layer(
         input_layernorm=torch.nn.Identity() if fused else linear(bias=weight()),
         self_attention=attention_of(fused),

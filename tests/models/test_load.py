@@ -233,7 +233,8 @@ def megatron_logp(folders, layout):
         load_weights(chunks, hf, shape, world)
 
         def collect(logits, micro_batch):
-            return logits.new_zeros(()), {"logp": learner_logprob(logits, micro_batch, 1.0, shape.vocab)[0]}  # noqa: B023
+            logp, _ = learner_logprob(logits, micro_batch, 1.0, shape.vocab)  # noqa: B023  called in this turn only
+            return logits.new_zeros(()), {"logp": logp}
 
         found = scatter_to_share(run_schedule(chunks, share.micro_batches, collect, backward=False), "logp", share)
         result = torch.zeros(batch.num_tokens)

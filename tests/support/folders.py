@@ -9,7 +9,9 @@ from safetensors.torch import load_file, save_file
 WEIGHTS = "model.safetensors"
 
 
-def make_folder(folder: Path, *, family: str = "qwen3_moe", tied: bool = False, vocab: int = 128, seed: int = 0) -> Path:
+def make_folder(
+    folder: Path, *, family: str = "qwen3_moe", tied: bool = False, vocab: int = 128, seed: int = 0
+) -> Path:
     """Two layers, hidden 32; dense (`qwen3`) or with 4 experts."""
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 

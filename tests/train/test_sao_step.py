@@ -114,7 +114,8 @@ def made_of_losses(names):
         like = random_trajectories(1)[0]
         length = 1 + len(losses)
         mask = torch.tensor([False] + [True] * len(losses)).numpy()
-        fields = {f: getattr(like, f)[:length] for f in ("token_ids", "logp_sampler", "reward_t", "version_t", "turn_t")}
+        arrays = ("token_ids", "logp_sampler", "reward_t", "version_t", "turn_t")
+        fields = {array: getattr(like, array)[:length] for array in arrays}
         made.append(replace(like, action_mask=mask, **fields))
         targets += [NAN] + [math.sqrt(2 * loss) for loss in losses]
     return pack(made, 0, lambda domain: (0.8, 3.0)), torch.tensor(targets)
@@ -448,7 +449,8 @@ def test_a_step_with_bad_numbers_is_left_out_and_counted(folder):
 
 
 def categorical(folder):
-    trainer = trainer_of(folder, "value.loss=hl_gauss", "value.lr=0.01", "value.hl_gauss_bins=11", "value.updates_per_step=1")
+    bins = ["value.loss=hl_gauss", "value.hl_gauss_bins=11"]
+    trainer = trainer_of(folder, *bins, "value.lr=0.01", "value.updates_per_step=1")
     share = trainer.share_of_batch(TRAJECTORIES, 0)
     before = infer_values(trainer.models.value.wrapped, share, trainer.models.readout)
     losses = [step(trainer, trains_policy=False).metrics["value/loss"] for _ in range(15)]
