@@ -188,14 +188,21 @@ def test_a_version_that_was_not_taken_over_is_noticed(tmp_path):
 
 
 def test_an_engine_that_fails_while_the_trainer_sends(tmp_path):
+    """It is noticed at once, not when the trainer has sent the last bucket into the void."""
+    seen = {}
+
+    async def remember(scheduler, engines):
+        seen["scheduler"] = scheduler
+
     def trainer(channel, engines):
         channel.request(HELLO)
         take(channel, 0, 0)
         channel.request(PushRequest(policy_version=1))
-        time.sleep(0.5)  # the scheduler notices meanwhile
+        wait_for(lambda: seen["scheduler"]._failure.done())
         channel.request(PushSent(policy_version=1))
 
-    fails_with(play_together(tmp_path, trainer, engines=[{"faults": {"update": "refuse"}}]), "update failed inside")
+    out = play_together(tmp_path, trainer, engines=[{"faults": {"update": "refuse"}}], at_start=remember)
+    fails_with(out, "update failed inside")
 
 
 def third_one_fails():
