@@ -1,0 +1,217 @@
+"""The order of a run, as the scheduler and the pusher see it: versions, phases, steps without signal, bad steps."""
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from megatron_sao.config import load_config
+from megatron_sao.errors import TrainingError
+from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.parallel.init import start_world
+from megatron_sao.records import Ack, Batch, EvalRequest, EvalResult, Goodbye, NeedBatch, StepReport
+from megatron_sao.train.loop import train
+from megatron_sao.train.outcome import MAX_BAD_STEPS, Outcome
+from megatron_sao.train.setup import build_trainer
+from tests.support.folders import make_folder, read_weights
+from tests.support.ranks import run_ranks
+from tests.support.trajectories import random_trajectories
+
+
+class Scheduler:
+    """Answers the trainer and writes down what happened, pushes included.
+
+    `batches` says by step number what a batch is like: "silent" = no action token, "bad" = a reward that is not
+    finite, "stale" = written one version ago.
+    """
+
+    def __init__(self, batches):
+        self.batches, self.events = batches, []
+
+    def connect(self, policy_version):
+        self.events.append(("connect", policy_version))
+
+    def push(self, policy_version):
+        self.events.append(("push", policy_version))
+        return {"push/total_s": 0.5}
+
+    def request(self, message, expected, timeout_s=None):
+        self.events.append(message)
+        if isinstance(message, EvalRequest):
+            rate = {"before": 0.25, "after": 0.75}.get(message.name, 0.5)
+            answer = EvalResult(name=message.name, pass_rate=rate, mean_reward=rate, num_episodes=4)
+        elif isinstance(message, NeedBatch):
+            answer = Batch(step=message.step, trajectories=self.batch(message), metrics={})
+        else:
+            assert isinstance(message, StepReport | Goodbye)
+            answer = Ack()
+        assert isinstance(answer, expected)
+        return answer
+
+    def batch(self, need):
+        kind = self.batches.get(need.step, "")
+        version = need.policy_version - (kind == "stale")
+        made = random_trajectories(need.num_trajectories, seed=4, longest=24, newest_version=version)
+        if kind == "silent":
+            made = [replace(t, action_mask=t.action_mask & False) for t in made]
+        if kind == "bad":
+            made = [replace(t, reward_t=np.where(t.action_mask, np.nan, 0).astype(np.float32)) for t in made]
+        return made
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def names(self):
+        """The events, shortened."""
+        short = {NeedBatch: lambda m: f"need {m.step} {m.phase} v{m.policy_version}", Goodbye: lambda m: m.reason}
+        short[StepReport] = lambda m: f"report {m.step} {m.phase} v{m.policy_version} {m.is_trained}"
+        short[EvalRequest] = lambda m: f"eval {m.name}"
+        return [f"{e[0]} {e[1]}" if isinstance(e, tuple) else short[type(e)](e) for e in self.events]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("moe") / "model")
+
+
+def whole_run(folder, export, batches, overrides):
+    config = load_config(None, ["schedule.batch_trajectories=4", *overrides])
+    trainer = build_trainer(config, HFFolder(folder), start_world(config))
+    scheduler = Scheduler(batches)
+    try:
+        summary = train(trainer, scheduler, scheduler, export)
+    except TrainingError as error:
+        summary = str(error)
+    return scheduler, summary
+
+
+def run(folder, tmp_path, batches=None, *overrides):
+    ((scheduler, summary),) = run_ranks(1, whole_run, folder, tmp_path / "export", batches or {}, overrides)
+    return scheduler, summary
+
+
+def test_a_run_from_first_to_last_message(folder, tmp_path):
+    overrides = ["run.steps=2", "value.warmup_steps=2", "run.eval_every=1"]
+    scheduler, summary = run(folder, tmp_path, {4: "stale"}, *overrides)
+    assert scheduler.names() == [
+        "connect 0",
+        "eval before",
+        "need 1 value_warmup v0",
+        "report 1 value_warmup v0 True",
+        "need 2 value_warmup v0",
+        "report 2 value_warmup v0 True",
+        "need 3 train v0",
+        "push 1",
+        "report 3 train v1 True",
+        "eval step-3",
+        "need 4 train v1",
+        "push 2",
+        "report 4 train v2 True",
+        "eval step-4",
+        "eval after",
+        "finished",
+    ]
+    assert {need.num_trajectories for need in scheduler.of(NeedBatch)} == {4}
+    assert summary["pass_rate_before"] == 0.25 and summary["pass_rate_after"] == 0.75
+    assert summary["policy_version"] == 2 and summary["lag_max"] == 1 and summary["steps_with_lagged_tokens"] == 1
+    assert summary["frozen_tensors_unchanged"] > 0 and summary["bad_steps"] == 0
+    assert scheduler.of(Goodbye)[0].result == summary
+    assert read_weights(tmp_path / "export").keys() == read_weights(folder).keys()
+
+
+def test_reports_say_what_the_step_did_and_how_long_it_took(folder, tmp_path):
+    scheduler, _ = run(folder, tmp_path, {}, "run.steps=1", "value.warmup_steps=1")
+    warmup, step = (report.metrics for report in scheduler.of(StepReport))
+    assert "value/explained_variance" in warmup and "policy/loss" not in warmup and "push/total_s" not in warmup
+    assert {"value/explained_variance", "policy/loss", "dis/rejected", "lag/token_max"} <= step.keys()
+    assert step["push/total_s"] == 0.5
+    assert all(metrics[f"time/{part}_s"] >= 0 for metrics in (warmup, step) for part in ("wait", "train", "push", "step"))
+
+
+def test_a_step_without_signal_pushes_nothing_and_keeps_the_version(folder, tmp_path):
+    scheduler, summary = run(folder, tmp_path, {2: "silent"}, "run.steps=3", "value.warmup_steps=0")
+    assert [name for name in scheduler.names() if name.startswith(("push", "report"))] == [
+        "push 1",
+        "report 1 train v1 True",
+        "report 2 train v1 False",
+        "push 2",
+        "report 3 train v2 True",
+    ]
+    assert summary["policy_version"] == 2 and summary["bad_steps"] == 0
+
+
+def test_a_step_with_bad_numbers_pushes_nothing_and_is_counted(folder, tmp_path):
+    scheduler, summary = run(folder, tmp_path, {1: "bad"}, "run.steps=2", "value.warmup_steps=0")
+    assert [name for name in scheduler.names() if name.startswith(("push", "report"))] == [
+        "report 1 train v0 True",
+        "push 1",
+        "report 2 train v1 True",
+    ]
+    assert summary["bad_steps"] == 1 and summary["policy_version"] == 1
+
+
+def test_bad_steps_in_a_row_end_the_run(folder, tmp_path):
+    batches = dict.fromkeys(range(1, 20), "bad")
+    scheduler, text = run(folder, tmp_path, batches, "run.steps=9", "value.warmup_steps=1")
+    assert text.startswith(f"{MAX_BAD_STEPS} steps in a row had gradients that are not finite")
+    assert len(scheduler.of(StepReport)) == MAX_BAD_STEPS and not scheduler.of(Goodbye)
+    assert not (tmp_path / "export").exists()
+
+
+def test_the_warm_up_ends_early_once_values_explain_enough(folder, tmp_path):
+    overrides = ["run.steps=1", "value.warmup_steps=30", "value.lr=0.05", "value.warmup_until_explained_variance=0.05"]
+    scheduler, _ = run(folder, tmp_path, {}, *overrides)
+    *warmup, last = scheduler.of(StepReport)
+    assert last.phase == "train" and {report.phase for report in warmup} == {"value_warmup"}
+    explained = [report.metrics["value/explained_variance"] for report in warmup]
+    assert len(warmup) < 30 and explained[-1] >= 0.05 and all(number < 0.05 for number in explained[:-1])
+
+
+@pytest.mark.parametrize("arm", ["running_mean", "grpo"])
+def test_an_arm_without_a_value_model_has_neither_pretraining_nor_warm_up(folder, tmp_path, arm):
+    rollouts = ["sampling.rollouts_per_prompt=4"] if arm == "grpo" else []
+    pretraining = ["value.pretrain_trajectories=8", "value.pretrain_batch_trajectories=4"]
+    scheduler, summary = run(folder, tmp_path, {}, "run.steps=2", f"algo.arm={arm}", *rollouts, *pretraining)
+    assert [need.phase for need in scheduler.of(NeedBatch)] == ["train", "train"]
+    assert summary["policy_version"] == 2
+
+
+# ---- what is remembered over steps -----------------------------------------------------------------------------
+
+
+def step_metrics(lag_max=0.0, lagged=0.0, **lag0):
+    return {
+        "lag/token_max": lag_max,
+        "lag/lagged_token_fraction": lagged,
+        **{f"dis/{name}/lag0": number for name, number in lag0.items()},
+    }
+
+
+def test_the_outcome_adds_up_policy_steps_only():
+    outcome = Outcome()
+    outcome.add("value_warmup", step_metrics(lag_max=9.0, lagged=1.0), 0)
+    outcome.add("train", step_metrics(num_tokens=100.0, logp_apart=0.02, max_abs_logp_diff=0.3), 0)
+    outcome.add("train", step_metrics(lag_max=3.0, lagged=1.0), 0)
+    outcome.add("train", step_metrics(2.0, 0.5, num_tokens=50.0, logp_apart=0.0, max_abs_logp_diff=1e-6), 0)
+    outcome.add("train", {}, 0)  # no signal
+    assert outcome.summary() == {
+        "logp_diff_lag0_max": 0.3,
+        "lag0_tokens": 150.0,
+        "lag0_tokens_above_1e-4": 2,
+        "lag_max": 3.0,
+        "steps_with_lagged_tokens": 2.0,
+        "bad_steps": 0.0,
+    }
+
+
+def test_a_good_step_in_between_starts_the_count_of_bad_ones_anew():
+    outcome = Outcome()
+    for _ in range(3):
+        for _ in range(MAX_BAD_STEPS - 1):
+            outcome.add("train", {}, 2)
+        outcome.add("train", {}, 0)
+    assert outcome.summary()["bad_steps"] == 3.0 * (MAX_BAD_STEPS - 1)
+    for _ in range(MAX_BAD_STEPS - 1):
+        outcome.add("value_warmup", {}, 1)
+    with pytest.raises(TrainingError, match="lower policy.lr or value.lr"):
+        outcome.add("train", {}, 1)
