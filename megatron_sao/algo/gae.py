@@ -150,8 +150,10 @@ def _scan_pack(
         reward.copy_(_select(reward_t[chunk], keep, out=narrow))
         value.copy_(_select(value_t[chunk], keep, out=narrow))
         lam = torch.repeat_interleave(lam_n, trajectory_start.clamp(start, end).diff(), output_size=end - start)
-        torch.mul(reward, lam, out=x).add_(value).addcmul_(value, lam, value=-1.0)
-        decay.copy_(keep).mul_(lam.mul_(-gamma).add_(1.0)).add_(1.0)  # keep is -1 or 0: gamma * lam, or 1
+        residual = reward.sub_(value)
+        torch.addcmul(value, residual, lam, out=x)  # V + lam * (r - V)
+        lam.mul_(decay.copy_(keep))  # as a number, keep is -1 on action tokens and 0 elsewhere
+        decay.add_(1.0).sub_(lam, alpha=gamma)  # gamma * lam on action tokens, 1 elsewhere
 
         is_here_n = (last_n >= start) & (last_n < end)
         last, bootstrap = last_n[is_here_n] - start, bootstrap_n[is_here_n]
@@ -163,7 +165,7 @@ def _scan_pack(
         y_after, y_next = y_scratch[:1].clone(), y_scratch[1 : end - start + 1]
         y_next[last] = bootstrap
 
-        advantage = reward.sub_(value).add_(y_next, alpha=gamma)
+        advantage = residual.add_(y_next, alpha=gamma)
         _select(narrow.copy_(advantage), keep, out=advantage_t[chunk])
         _select(narrow.copy_(advantage.add_(value)), keep, out=return_t[chunk])
     return advantage_t, return_t
