@@ -1,4 +1,4 @@
-"""One whole SAO step gives the same losses, gradients and weights on one process and on every layout of two ranks."""
+"""One whole SAO step gives the same losses, gradients and weights on one process and on every layout of ranks."""
 
 import dataclasses
 
@@ -17,10 +17,19 @@ from tests.support.ranks import run_ranks
 from tests.support.trajectories import random_trajectories
 
 TRAJECTORIES = random_trajectories(9, seed=4)
-LAYOUTS = {"tp2-ep2": dict(tp=2, ep=2), "tp2": dict(tp=2), "dp2": dict(dp=2), "dp2-ep2": dict(dp=2, ep=2), "pp2": dict(pp=2)}
+LAYOUTS = {
+    "tp2-ep2": dict(tp=2, ep=2),
+    "tp2": dict(tp=2),
+    "tp2-etp2": dict(tp=2, etp=2),
+    "dp2": dict(dp=2),
+    "dp2-ep2": dict(dp=2, ep=2),
+    "pp2": dict(pp=2),
+    "tp2-pp2-ep2": dict(tp=2, pp=2, ep=2),
+    "pp2-dp2-ep2": dict(pp=2, dp=2, ep=2),
+}
 # Where every weight has one data-parallel copy. With more, the distributed optimizer leaves each rank only its share of
 # the reduced gradients, and the weights speak for them: at epsilon 1 and rate 1 Adam's update is the gradient, nearly.
-WHOLE_GRADIENTS = ("tp2-ep2", "pp2")
+WHOLE_GRADIENTS = ("tp2-ep2", "tp2-etp2", "pp2", "tp2-pp2-ep2")
 TOLERANCE = dict(atol=1e-5, rtol=1e-5)
 
 
@@ -94,8 +103,10 @@ def reference(tiny_folder):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_step_is_equal_on_every_layout(tiny_folder, reference, layout):
-    overrides = [f"parallel.{key}={value}" for key, value in LAYOUTS[layout].items()]
-    results = run_ranks(2, one_step, tiny_folder, overrides, timeout_s=120)
+    axes = LAYOUTS[layout]
+    overrides = [f"parallel.{key}={value}" for key, value in axes.items()]
+    world_size = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("dp", 1)
+    results = run_ranks(world_size, one_step, tiny_folder, overrides, timeout_s=120)
     for step in range(2):
         for name, expected in reference[0][step].items():
             for metrics, *_ in results:
@@ -110,7 +121,8 @@ def test_a_step_is_equal_on_every_layout(tiny_folder, reference, layout):
 
 def test_micro_batches_do_not_change_a_step(tiny_folder, reference):
     """Nine trajectories in one micro-batch, or in many of at most 48 tokens: the same step."""
-    (found,) = run_ranks(1, one_step, tiny_folder, ["parallel.micro_batch_tokens=48", "sampling.max_trajectory_tokens=48"], timeout_s=120)
+    overrides = ["parallel.micro_batch_tokens=48", "sampling.max_trajectory_tokens=48"]
+    (found,) = run_ranks(1, one_step, tiny_folder, overrides, timeout_s=120)
     for step in range(2):
         for name, expected in reference[0][step].items():
             assert found[0][step][name] == pytest.approx(expected, abs=2e-5, rel=2e-5), (step, name)
