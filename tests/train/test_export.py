@@ -101,6 +101,17 @@ def test_side_files_are_copied_and_others_are_not(folders, tmp_path):
     assert set(read_weights(destination / "before")) == names, "the value head is no part of the policy"
 
 
+def in_bfloat16(folder, destination):
+    config = load_config(None, ["model.dtype=bfloat16", "parallel.tp=2", "parallel.ep=2"])
+    export_policy(build_trainer(config, HFFolder(folder), start_world(config)), destination)
+
+
+def test_an_export_has_the_type_that_was_trained(folders, tmp_path):
+    run_ranks(2, in_bfloat16, folders["moe"], tmp_path / "export")
+    source, written = read_weights(folders["moe"]), read_weights(tmp_path / "export")
+    assert all(torch.equal(written[name], source[name].bfloat16()) for name in source)
+
+
 # ---- exports that do not end well ------------------------------------------------------------------------------
 
 
