@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sao.config import Config
+from megatron_sao.config.algo import DomainBounds
 from megatron_sao.convert.family import ModelShape, read_shape
 from megatron_sao.data.batch import pack
 from megatron_sao.data.share import Share, share_of
-from megatron_sao.errors import TrainingError
+from megatron_sao.errors import DataError, ProtocolError, TrainingError
 from megatron_sao.models.build import build_model
 from megatron_sao.models.groups import freeze, grouped_parameters, manifest
 from megatron_sao.models.hf_folder import HFFolder
@@ -36,9 +37,19 @@ class Trainer:
     manifest: str  # what each parameter group of the value model holds on this rank, and where its head comes from
 
     def share_of_batch(self, trajectories: Sequence[Trajectory], policy_version: int) -> Share:
-        """This rank's part of a step trained by `policy_version`. Pure: every rank cuts the same batch the same way."""
-        bounds = self.config.algo.bounds
+        """This rank's part of a step trained by `policy_version`. Pure: every rank cuts the same batch the same way.
+
+        Raises: DataError as `pack`, or for a domain without bounds; ProtocolError when a token is staler than
+            schedule.max_staleness, which the scheduler must not let through. On every rank alike.
+        """
+        bounds, limit = self.config.algo.bounds, self.config.schedule.max_staleness
         batch = pack(trajectories, policy_version, lambda domain: _bounds_of(bounds, domain))
+        oldest = int(batch.lag_t.max()) if batch.num_tokens else 0
+        if oldest > limit:
+            raise ProtocolError(
+                f"the batch of version {policy_version} holds a token {oldest} versions old; schedule.max_staleness"
+                f" = {limit}"
+            )
         parallel = self.config.parallel
         return share_of(batch, self.world.dp, self.world.dp_size, parallel.micro_batch_tokens, multiple=parallel.tp)
 
@@ -96,6 +107,9 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
     )
 
 
-def _bounds_of(bounds, domain: str) -> tuple[float, float]:
+def _bounds_of(bounds: DomainBounds, domain: str) -> tuple[float, float]:
+    if domain not in DomainBounds.model_fields:
+        known = ", ".join(DomainBounds.model_fields)
+        raise DataError(f"domain {domain!r} has no bounds in [algo.bounds]; known: {known}")
     pair = getattr(bounds, domain)
     return pair.eps_low, pair.eps_high
