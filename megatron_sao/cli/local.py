@@ -55,10 +55,10 @@ def run(config: Config, started: float) -> None:
             running.callback(engines[-1].stop)
         trainer = _start_trainer(config, config_path, model_folder, run_folder)
         running.callback(trainer.stop)
-        say(f"starting {len(engines)} engine(s) and {config.parallel.world_size} trainer ranks")
-        _wait_until_ready(engines, [trainer])
         scheduler = _start_scheduler(config_path, model_folder, run_folder, [engine.url for engine in engines])
         running.callback(scheduler.stop)
+        say(f"starting {len(engines)} engine(s), {config.parallel.world_size} trainer ranks and the scheduler")
+        _wait_until_ready(engines, [scheduler, trainer])
         _supervise(engines, trainer, scheduler)
     report_result(run_folder, time.monotonic() - started)
 

@@ -2,7 +2,7 @@
 
     python -m megatron_sao.cli.scheduler CONFIG --run-folder runs/local --model MODEL_FOLDER --engines URL[,URL ...]
 
-The trainer finds the scheduler through `scheduler.json` in the run folder. The process exits 0 only after the trainer
+Engines may still be starting. The trainer finds the scheduler through `scheduler.json` in the run folder. The process exits 0 only after the trainer
 said that it finished; `scheduler_summary.json` says what became of every prompt, however the run ended.
 """
 
@@ -12,14 +12,17 @@ import logging
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.config import Config, derived_numbers
 from megatron_sao.config.derived import num_pretrain_holdout
-from megatron_sao.errors import ConfigError, ProtocolError, SaoError
+from megatron_sao.errors import ConfigError, EngineError, ProtocolError
 from megatron_sao.observe.metrics import MetricsSink
 from megatron_sao.observe.progress import Progress
 from megatron_sao.observe.report import write_report
@@ -30,6 +33,7 @@ from megatron_sao.rollout.chat import Chat
 from megatron_sao.rollout.engine_client import EngineClient
 from megatron_sao.rollout.engine_pool import EnginePool
 from megatron_sao.rollout.environment import Environment, Task, make_environment
+from megatron_sao.rollout.greedy import GREEDY_FILE, MAX_PROMPTS, MAX_TOKENS, GreedyRecord, continue_greedily
 from megatron_sao.rollout.prompts import PromptSource, read_prompt_file, without_overlong
 from megatron_sao.schedule.ledger import Ledger
 from megatron_sao.schedule.loop import PRETRAIN_PHASE, Scheduler, ScheduleSettings
@@ -63,7 +67,10 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"{run_folder} already holds a run ({LEDGER_FILE}); choose another run.name or remove the folder"
         )
-    asyncio.run(_run(config, run_folder, model, engines, options.values.get("host", "127.0.0.1")))
+    try:
+        asyncio.run(_run(config, run_folder, model, engines, options.values.get("host", "127.0.0.1")))
+    except asyncio.CancelledError as error:
+        raise ProtocolError("the scheduler was stopped before the run was over") from error
 
 
 async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[str], host: str) -> None:
@@ -87,8 +94,8 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
     )
     channel = SchedulerChannel(host, config.schedule.port)
     try:
-        await engines.check_health()  # before anything is written
-    except SaoError:
+        await _wait_for_engines(engines, config.engine.start_timeout_s)  # before anything is written
+    except BaseException:
         await channel.close()
         await engines.close()
         raise
@@ -109,19 +116,47 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
         _write_json(run_folder / ADDRESS_FILE, {"address": channel.address})
         try:
             await scheduler.run()
+            await _record_greedy_outputs(config, run_folder, engines, chat, environment, eval_prompts)
             outcome = "finished"
         except Exception as error:
             outcome = str(error)
             raise
         finally:
             _write_json(run_folder / SUMMARY_FILE, {"outcome": outcome, **scheduler.summary()})
-    except asyncio.CancelledError as error:
-        raise ProtocolError("the scheduler was stopped before the run was over") from error
     finally:
         observer.close()
         ledger.close()
         await channel.close()
         await engines.close()
+
+
+async def _wait_for_engines(engines: EnginePool, timeout_s: float) -> None:
+    """Raises: EngineError naming the engines that do not answer within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await engines.check_health()
+        except EngineError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.2)
+
+
+async def _record_greedy_outputs(
+    config: Config, run_folder: Path, engines: EnginePool, chat: Chat, environment: Environment, prompts: list[Prompt]
+) -> None:
+    """Effect: leaves what the engines answer under the last push, for `tools/check_export.py` to compare with."""
+    starts = [chat.prompt_ids(await environment.start(prompt.task).begin()) for prompt in prompts[:MAX_PROMPTS]]
+    max_tokens = min(MAX_TOKENS, config.sampling.max_tokens_per_turn)
+    record = GreedyRecord(
+        policy_version=(await engines.weight_versions())[0],
+        max_tokens=max_tokens,
+        stop_token_ids=list(chat.stop_token_ids),
+        continuations=await continue_greedily(
+            engines, starts, max_tokens=max_tokens, stop_token_ids=chat.stop_token_ids
+        ),
+    )
+    _write_json(run_folder / GREEDY_FILE, msgspec.to_builtins(record))
 
 
 class RunObserver:

@@ -156,7 +156,8 @@ def test_nothing_is_written_when_it_cannot_start(run_folder, model, tmp_path):
     refused(run_folder, ConfigError, "is no folder", arguments(run_folder / "absent", model, dead))
     refused(run_folder, ConfigError, "is no folder", arguments(run_folder, tmp_path / "absent", dead))
     refused(run_folder, ConfigError, "tokenizer in .* cannot be read", arguments(run_folder, run_folder, dead))
-    refused(run_folder, EngineError, "no answer from the engine at .*:9", arguments(run_folder, model, dead))
+    impatient = arguments(run_folder, model, dead, "--engine.start_timeout_s=0.5")
+    refused(run_folder, EngineError, "no answer from the engine at .*:9", impatient)
     broken = tmp_path / "prompts.jsonl"
     broken.write_text('{"prompt": "a"}\n{"prompt": \n')
     given = arguments(run_folder, model, dead, f"--task.prompts_file={broken}")

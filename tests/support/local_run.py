@@ -1,5 +1,6 @@
 """`bash launch/local.sh` as a user starts it, and whatever it starts, found by a mark in the environment."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -20,6 +21,15 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 TRAINER_RANK = ["-u", "-m", "megatron_sao.cli.train"]
 
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """A test session that is killed must not leave a run of its own behind."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class MarkedCommand:
     """A started command whose terminal output and processes, in whatever session, can be looked at."""
 
@@ -36,6 +46,7 @@ class MarkedCommand:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
 
     @property
