@@ -3,13 +3,13 @@
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_sao.config import load_config
 from megatron_sao.errors import TrainingError
 from megatron_sao.models.tiny import TinyShape, make_tiny_model, vocabulary
 from megatron_sao.records import Prompt, Trajectory
@@ -28,20 +28,18 @@ SHAPE = {
 }
 
 
-def config(cache, seed=1, params=None, **warm):
-    """The part of a Config that the warm start reads."""
-    settings = {"steps": 2, "batch": 4, "lr": 1e-3, "stop_at_probability": 0.0, **SHAPE, **warm}
-
-    class Settings(SimpleNamespace):
-        def model_dump(self, exclude):
-            return {key: value for key, value in vars(self).items() if key not in exclude}
-
-    task = SimpleNamespace(environment="calculator", params=params or {}, prompts_file="", on_bad_line="error")
-    return SimpleNamespace(
-        run=SimpleNamespace(seed=seed),
-        task=task,
-        warm_start=Settings(cache_folder=str(cache), enabled=True, **settings),
-    )
+def config(cache, **changed):
+    """A config with a very small model; `changed` holds dotted keys with `__` for the dot."""
+    keys = {
+        "parallel.tp": 1,
+        "warm_start.cache_folder": cache,
+        "warm_start.steps": 2,
+        "warm_start.batch": 4,
+        "warm_start.stop_at_probability": 0.0,
+    }
+    keys |= {f"warm_start.{name}": size for name, size in SHAPE.items()}
+    keys |= {key.replace("__", "."): value for key, value in changed.items()}
+    return load_config(None, [f"{key}={value}" for key, value in keys.items()])
 
 
 def trajectory(token_ids, action_mask):
@@ -144,11 +142,11 @@ def test_a_failure_leaves_nothing_behind(untaught, tmp_path):
 def test_demonstrations_are_right_two_turn_episodes_of_the_training_split(tmp_path):
     from megatron_sao.models.tiny import make_tokenizer
 
-    digits = {"min_digits": 2, "max_digits": 2}
-    cfg = config(tmp_path, params=digits)
+    digits = {"task__params__min_digits": 2, "task__params__max_digits": 2}
+    cfg = config(tmp_path, **digits)
     taken = list(itertools.islice(demonstrations_of(cfg, make_tokenizer()), 100))
     again = list(itertools.islice(demonstrations_of(cfg, make_tokenizer()), 100))
-    other = next(demonstrations_of(config(tmp_path, seed=2, params=digits), make_tokenizer()))
+    other = next(demonstrations_of(config(tmp_path, run__seed=2, **digits), make_tokenizer()))
     tokens = vocabulary()
     for t in taken:
         question, answer = t.prompt.task["prompt"], t.prompt.task["answer"]
@@ -172,10 +170,16 @@ def test_the_model_is_made_once_and_named_by_what_shaped_it(tmp_path):
     assert prepare_demonstration_model(config(tmp_path), progress=lambda *a: calls.append(a)) == folder
     assert len(calls) == 2 and (folder / "model.safetensors").stat().st_mtime_ns == stamp
     assert list(tmp_path.iterdir()) == [folder]  # no scratch folder stays
-    keys = [content_key(config(tmp_path, **change)) for change in (
-        {}, {"seed": 2}, {"params": {"max_digits": 3}}, {"steps": 3}, {"lr": 2e-3}, {"stop_at_probability": 0.5},
-        {"hidden": 64},
-    )]
+    changes = [
+        {},
+        {"run__seed": 2},
+        {"task__params__max_digits": 3},
+        {"warm_start__steps": 3},
+        {"warm_start__lr": 1e-3},
+        {"warm_start__stop_at_probability": 0.5},
+        {"warm_start__hidden": 64},
+    ]
+    keys = [content_key(config(tmp_path, **change)) for change in changes]
     assert len(set(keys)) == len(keys) and keys[0] == content_key(config("elsewhere"))
 
 
