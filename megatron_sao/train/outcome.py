@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_sao.errors import TrainingError
+from megatron_sao.train.phases import TRAIN
 
 MAX_BAD_STEPS = 5  # consecutive steps with a non-finite update, after which the run stops
 
@@ -28,7 +29,7 @@ class Outcome:
                 f"{self._bad_in_a_row} steps in a row had gradients that are not finite, so their updates were left out;"
                 " lower policy.lr or value.lr, or look at the trajectories of the last steps"
             )
-        if phase == "train" and "lag/token_max" in metrics:
+        if phase == TRAIN and "lag/token_max" in metrics:
             self.lag_max = max(self.lag_max, metrics["lag/token_max"])
             self.num_lagged_steps += metrics["lag/lagged_token_fraction"] > 0
             lag0_tokens = metrics.get("dis/num_tokens/lag0", 0.0)
