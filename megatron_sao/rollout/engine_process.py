@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import psutil
+
 import megatron_sao
 from megatron_sao.errors import EngineError
 from megatron_sao.transport.hf_shapes import check_model_folder
@@ -30,6 +32,7 @@ from megatron_sao.transport.hf_shapes import check_model_folder
 MODEL_NAME = "policy"  # the name under which the server offers its model
 PLUGIN = "megatron_sao.transport.vllm_plugin"
 GUARD = "megatron_sao.rollout.process_guard"
+WORKER_PREFIX = "VLLM::"  # what vLLM calls the processes below its server: VLLM::EngineCore, VLLM::Worker_TP0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ class EngineProcess:
         self._process: subprocess.Popen | None = None
         self._placeholder: socket.socket | None = None
         self._started_s = 0.0
+        self._workers: dict[psutil.Process, str] = {}  # of a server that is ready -> its name
 
     @property
     def url(self) -> str:
@@ -114,10 +118,11 @@ class EngineProcess:
             self.stop()
             raise
         self._release_port()
+        self._workers = _workers_below(self._process.pid)
         return time.monotonic() - self._started_s
 
     def check_alive(self) -> None:
-        """Raise EngineError, with what the log says, if the server has ended."""
+        """Raise EngineError, with what the log says, if the server or one of its workers has ended."""
         if self._process is None:
             raise EngineError(f"the engine at {self.url} was not started")
         status = self._process.poll()
@@ -127,6 +132,8 @@ class EngineProcess:
             cause = f"was killed by {signal.Signals(number).name}" if is_signal else f"ended with exit code {status}"
             raise EngineError(f"the engine at {self.url} (pid {self.pid}) {cause}:\n"
                               f"{log_excerpt(self.settings.log_path)}")
+        if dead := self._dead_worker():
+            raise EngineError(f"{dead} of the engine at {self.url} has ended:\n{log_excerpt(self.settings.log_path)}")
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End the server and all its workers; harmless when it has ended already.
@@ -137,7 +144,7 @@ class EngineProcess:
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
+        if process.poll() is None and not self._dead_worker():  # a broken server never comes to its end
             process.terminate()
             try:
                 process.wait(grace_s)
@@ -162,6 +169,17 @@ class EngineProcess:
             return False
         finally:
             connection.close()
+
+    def _dead_worker(self) -> str | None:
+        """A process below the server that has ended: "VLLM::EngineCore (pid 4711)"; the server may not notice at once."""
+        for worker, name in self._workers.items():
+            try:
+                if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            except psutil.NoSuchProcess:
+                pass
+            return f"{name} (pid {worker.pid})"
+        return None
 
     def _release_port(self) -> None:
         if self._placeholder is not None:
@@ -257,6 +275,18 @@ def _hold_port(host: str, port: int) -> socket.socket:
         raise EngineError(f"the engine cannot listen on {host}:{port}: {error.strerror}; set engine.port to a free "
                           "port (0 = pick one) and engine.host to an address of this machine") from error
     return holder
+
+
+def _workers_below(pid: int) -> dict[psutil.Process, str]:
+    below = {}
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            name = process.name()
+        except psutil.NoSuchProcess:
+            continue
+        if name.startswith(WORKER_PREFIX):
+            below[process] = name
+    return below
 
 
 def _signal_group(group: int, number: int) -> None:

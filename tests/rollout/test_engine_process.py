@@ -124,6 +124,31 @@ def test_a_killed_server_is_noticed(settings, monkeypatch):
         assert wait_until(is_dead)
 
 
+def test_a_killed_worker_is_noticed_and_its_server_not_waited_for(settings, monkeypatch):
+    run_instead(monkeypatch, """
+        import http.server, signal, subprocess, sys
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        named = "open('/proc/self/comm', 'w').write('VLLM::Worker'); print(flush=True); import time; time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", named], stdout=subprocess.PIPE).stdout.readline()
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200); self.end_headers()
+        http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    """)
+    engine = EngineProcess(settings).start()
+    engine.wait_ready()
+    (worker,) = [p for p in psutil.Process(engine.pid).children(recursive=True) if p.name() == "VLLM::Worker"]
+    engine.check_alive()
+    worker.kill()
+    worker_gone = rf"VLLM::Worker \(pid {worker.pid}\) of the engine at {engine.url} has ended"
+    with pytest.raises(EngineError, match=worker_gone):
+        wait_until(engine.check_alive)
+    began_s = time.monotonic()
+    engine.stop(grace_s=60)
+    assert time.monotonic() - began_s < 30
+    assert living(engine.pid) == []
+
+
 def test_a_program_that_is_killed_leaves_no_server_behind(settings, tmp_path):
     parent = textwrap.dedent(f"""
         import sys, time
