@@ -125,7 +125,8 @@ def test_reports_say_what_the_step_did_and_how_long_it_took(folder, tmp_path):
     assert "value/explained_variance" in warmup and "policy/loss" not in warmup and "push/total_s" not in warmup
     assert {"value/explained_variance", "policy/loss", "dis/rejected", "lag/token_max"} <= step.keys()
     assert step["push/total_s"] == 0.5
-    assert all(metrics[f"time/{part}_s"] >= 0 for metrics in (warmup, step) for part in ("wait", "train", "push", "step"))
+    for metrics in (warmup, step):
+        assert all(metrics[f"time/{part}_s"] >= 0 for part in ("wait", "train", "push", "step"))
 
 
 def test_a_step_without_signal_pushes_nothing_and_keeps_the_version(folder, tmp_path):
