@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_sao.cli.child import ChildProcess
-from megatron_sao.cli.failure import Failure
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model
 from megatron_sao.cli.train import EXPORT_FOLDER, RESULT_FILE
@@ -24,7 +23,7 @@ from megatron_sao.errors import EngineError, ProtocolError, SaoError
 from megatron_sao.observe.progress import Progress
 from megatron_sao.rollout.engine_process import EngineProcess, EngineSettings
 
-CAUSE_WAIT_S = 10.0  # when a process lost its partner: how long the partner's own failure may take to be seen
+CAUSE_WAIT_S = 10.0  # when a process complains about another: how long that one's own failure may take to be seen
 
 _ABOUT = "Train on this machine: warm start, engines, scheduler and trainer in one command."
 
@@ -137,34 +136,26 @@ def _wait_until_ready(engines: list[EngineProcess], others: list[ChildProcess]) 
         say(f"engine {engine.url} ready after {seconds:.0f} s")
 
 
-def _check(engines: list[EngineProcess], others: list[ChildProcess]) -> None:
+# Exit codes of a process that complains about another one, which mostly has ended or is about to.
+_BLAMES_ANOTHER = (ProtocolError.exit_code, EngineError.exit_code)
+
+
+def _check(engines: list[EngineProcess], children: list[ChildProcess]) -> None:
     """Raises: the error of the process that ended badly, for the reason nearest to the cause."""
-    failures = _failures(engines, others)
     deadline = time.monotonic() + CAUSE_WAIT_S
-    while failures and all(_is_consequence(failure) for failure in failures) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        failures = _failures(engines, others)
-    if failures:
-        cause = next((failure for failure in failures if not _is_consequence(failure)), failures[0])
-        error = SaoError(cause.message)
-        error.exit_code = cause.exit_code
-        raise error
-
-
-def _failures(engines: list[EngineProcess], others: list[ChildProcess]) -> list[Failure]:
-    """Of all processes that have ended badly; engines first, for nothing goes on without them."""
-    failures = []
-    for engine in engines:
-        try:
+    while True:
+        for engine in engines:
             engine.check_alive()
-        except EngineError as error:
-            failures.append(Failure(error.exit_code, str(error)))
-    return failures + [failure for child in others if (failure := child.failure())]
-
-
-def _is_consequence(failure: Failure) -> bool:
-    """A ProtocolError says that another process broke the agreement, mostly by ending."""
-    return failure.exit_code == ProtocolError.exit_code
+        failures = [failure for child in children if (failure := child.failure())]
+        if not failures:
+            return
+        own = [failure for failure in failures if failure.exit_code not in _BLAMES_ANOTHER]
+        if own or time.monotonic() > deadline:
+            cause = (own or failures)[0]
+            error = SaoError(cause.message)
+            error.exit_code = cause.exit_code
+            raise error
+        time.sleep(0.1)
 
 
 def _supervise(engines: list[EngineProcess], trainer: ChildProcess, scheduler: ChildProcess) -> None:

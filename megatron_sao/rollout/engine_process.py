@@ -3,8 +3,7 @@
 Owns: `EngineSettings`, `EngineProcess`. Invariants:
 - faults that can be seen without vLLM (model folder, port) are reported before anything is started;
 - a server that dies, hangs or cannot start becomes an EngineError with the lines of its log that say why;
-- `stop` ends the whole tree, by process group; the group is the server's own, so nothing else can be hit. When this
-  program is killed, `process_guard` does the same;
+- `stop` ends the whole tree, through `process_guard`, which does the same when this program is killed;
 - the one place that knows vLLM's options, and which of them a CPU build needs.
 Imports no vLLM: the server runs from the same Python environment.
 """
@@ -32,6 +31,7 @@ from megatron_sao.transport.hf_shapes import check_model_folder
 MODEL_NAME = "policy"  # the name under which the server offers its model
 PLUGIN = "megatron_sao.transport.vllm_plugin"
 GUARD = "megatron_sao.rollout.process_guard"
+GUARD_TIMEOUT_S = 10.0  # it kills and goes; longer than it may take for that
 WORKER_PREFIX = "VLLM::"  # what vLLM calls the processes below its server: VLLM::EngineCore, VLLM::Worker_TP0
 
 
@@ -130,15 +130,17 @@ class EngineProcess:
             number = -status if status < 0 else status - 128  # a shell's way to tell of a signal
             is_signal = number in signal.valid_signals()
             cause = f"was killed by {signal.Signals(number).name}" if is_signal else f"ended with exit code {status}"
-            raise EngineError(f"the engine at {self.url} (pid {self.pid}) {cause}:\n"
-                              f"{log_excerpt(self.settings.log_path)}")
+            # A log says nothing about a SIGKILL: it comes from outside, mostly because memory ran out.
+            log = self.settings.log_path
+            why = f"  (whole log: {log})" if number == signal.SIGKILL else log_excerpt(log)
+            raise EngineError(f"the engine at {self.url} (pid {self.pid}) {cause}:\n{why}")
         if dead := self._dead_worker():
             raise EngineError(f"{dead} of the engine at {self.url} has ended:\n{log_excerpt(self.settings.log_path)}")
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End the server and all its workers; harmless when it has ended already.
 
-        Effect: SIGTERM to the server, which ends its workers; SIGKILL to whatever is left of its process group.
+        Effect: SIGTERM to the server, which ends its workers; then its guard kills whatever is left below it.
         """
         self._release_port()
         process = self._process
@@ -146,13 +148,11 @@ class EngineProcess:
             return
         if process.poll() is None and not self._dead_worker():  # a broken server never comes to its end
             process.terminate()
-            try:
-                process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                pass
-        _signal_group(process.pid, signal.SIGKILL)
-        process.wait()
+            _wait(process, grace_s)
         process.stdin.close()
+        _wait(process, GUARD_TIMEOUT_S)
+        _signal_group(process.pid, signal.SIGKILL)  # a guard that hangs
+        process.wait()
 
     def __enter__(self) -> "EngineProcess":
         return self
@@ -287,6 +287,13 @@ def _workers_below(pid: int) -> dict[psutil.Process, str]:
         if name.startswith(WORKER_PREFIX):
             below[process] = name
     return below
+
+
+def _wait(process: subprocess.Popen, timeout_s: float) -> None:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        pass
 
 
 def _signal_group(group: int, number: int) -> None:
