@@ -10,7 +10,7 @@ Invariants:
 import torch
 from torch import Tensor
 
-from megatron_sao.algo.masked import at_least_one, masked
+from megatron_sao.algo.masked import at_least_one, check_one_shape, masked
 
 LOGP_TOLERANCE = 1e-4  # learner and sampler with the same weights agree to this, router ties excepted
 
@@ -27,8 +27,10 @@ def dis_weight(
         logp_learner, logp_sampler: float, one shape; nats. Not finite: weight 0.
         eps_low, eps_high: numbers, or one per token (domains mixed in a batch).
     Returns: float32 or wider, the shape of `logp_learner`; no gradient.
+    Raises: ValueError: the shapes of the log-probs differ.
     Source: SAO (arXiv 2607.07508) equations (1)-(2).
     """
+    check_one_shape(logp_learner=logp_learner, logp_sampler=logp_sampler)
     ratio = _ratio(logp_learner, logp_sampler)
     is_kept = (ratio > 1 - eps_low) & (ratio < 1 + eps_high) & ratio.isfinite()
     return torch.where(is_kept, ratio, 0.0)
@@ -56,8 +58,12 @@ def dis_loss(
             that the losses of all parts add up. 0 = no signal: loss 0. Or [S], one denominator for each token
             (`masked.trajectory_mean_denominator`).
     Returns: scalar; its gradient at masked and rejected tokens is exactly 0.
+    Raises: ValueError: shapes differ.
     Source: SAO (arXiv 2607.07508) equation (3).
     """
+    check_one_shape(
+        logp_learner=logp_learner, logp_sampler=logp_sampler, advantage=advantage, action_mask=action_mask
+    )
     weight = dis_weight(masked(logp_learner, action_mask), masked(logp_sampler, action_mask), eps_low, eps_high)
     return policy_gradient_loss(weight, logp_learner, advantage, action_mask, num_action_tokens=num_action_tokens)
 
@@ -69,7 +75,9 @@ def policy_gradient_loss(
 
     Args: as `dis_loss`; a token of weight 0 is left out, so its log-prob and advantage may be anything.
     Returns: scalar with gradient to `logp_learner` only.
+    Raises: ValueError: shapes differ.
     """
+    check_one_shape(weight=weight, logp_learner=logp_learner, advantage=advantage, action_mask=action_mask)
     is_kept = action_mask.bool() & (weight != 0)
     coefficient = masked(weight * advantage, is_kept).detach()
     loss_t = -coefficient * masked(logp_learner.to(coefficient.dtype), is_kept)
@@ -96,8 +104,9 @@ def dis_statistics(
             same number, so that the tensors add up.
     Returns: each float64 [1 + num_lags]: entry 0 is all action tokens, entry 1 + k those of lag k. Names that begin
         with `max_` merge by maximum, all others by sum (`merged_dis_statistics`; an all-reduce over ranks).
-    Raises: ValueError: an action token's lag lies outside [0, num_lags).
+    Raises: ValueError: shapes differ, or an action token's lag lies outside [0, num_lags).
     """
+    check_one_shape(logp_learner=logp_learner, logp_sampler=logp_sampler, action_mask=action_mask)
     mask = action_mask.bool()
     learner, sampler = masked(logp_learner, mask).double(), masked(logp_sampler, mask).double()
     ratio = _ratio(logp_learner, logp_sampler)  # as the loss sees it: float32 stays float32

@@ -306,17 +306,17 @@ def length_adaptive_lambda(num_action_tokens: int, alpha: float = 1.5) -> float:
     Args:
         num_action_tokens: l, not negative.
         alpha: > 0; at alpha * l steps of distance credit has decayed to about 1/e.
-    Returns: lambda in [0, 1).
-    Raises: ValueError: l is negative or alpha is not positive.
+    Returns: lambda in [0, 1].
+    Raises: ValueError: l is negative or not a number, or alpha is not positive.
     Source: SAO (arXiv 2607.07508) section on GAE, after VAPO (arXiv 2504.05118).
     """
-    if num_action_tokens < 0:
+    if not num_action_tokens >= 0:
         raise ValueError(f"num_action_tokens = {num_action_tokens}; a count cannot be negative")
     if not alpha > 0:
         raise ValueError(f"alpha = {alpha}; allowed is alpha > 0 (algo.alpha)")
     if num_action_tokens == 0:
         return 0.0
-    return max(0.0, 1.0 - 1.0 / (alpha * num_action_tokens))
+    return max(0.0, float(1.0 - 1.0 / (alpha * num_action_tokens)))
 
 
 def length_adaptive_lambda_n(num_action_tokens_n: Tensor, alpha: float = 1.5) -> Tensor:
@@ -354,4 +354,4 @@ def _per_trajectory(number: float | Tensor, name: str, num_trajectories: int, de
 
 def _check_unit_interval(numbers: Tensor, name: str) -> None:
     if not bool(((numbers >= 0) & (numbers <= 1)).all()):
-        raise ValueError(f"{name} = {numbers.flatten()[:8].tolist()}; allowed: 0 to 1 (algo.{name})")
+        raise ValueError(f"{name} = {numbers.flatten()[:8].tolist()}; allowed: 0 to 1")

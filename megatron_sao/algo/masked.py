@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 
+def check_one_shape(**tensors: Tensor) -> None:
+    """Raises: ValueError naming the tensors whose shapes differ: broadcast, they would give a wrong number silently."""
+    if len({tensor.shape for tensor in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"{shapes}: all must have one shape")
+
+
 def masked(x: Tensor, mask: Tensor) -> Tensor:
     """x where `mask` is True, exactly 0 elsewhere; gradient 0 there. Shapes must broadcast."""
     return torch.where(mask.bool(), x, 0.0)

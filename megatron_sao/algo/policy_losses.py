@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_sao.algo.dis import dis_weight
 from megatron_sao.algo.gae import packed_skip_observation_gae
-from megatron_sao.algo.masked import at_least_one, masked
+from megatron_sao.algo.masked import at_least_one, check_one_shape, masked
 
 LOG_RATIO_LIMIT = 20.0  # e^20: far outside every clip range, and finite in float32
 
@@ -33,8 +33,10 @@ def ppo_clip_loss(
         logp_old: float [S], the behaviour policy's; masked slots may hold anything.
         clip_low, clip_high: >= 0.
     Returns: scalar with gradient. Log ratios are clamped to +-20, so that no single token is infinite.
+    Raises: ValueError: shapes differ.
     Source: PPO (arXiv 1707.06347) equation (7); two clip widths as in DAPO (arXiv 2503.14476).
     """
+    check_one_shape(logp_learner=logp_learner, logp_old=logp_old, advantage=advantage, action_mask=action_mask)
     log_ratio = masked(logp_learner, action_mask) - masked(logp_old.detach(), action_mask)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     advantage = masked(advantage.detach(), action_mask)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_sao.algo.masked import at_least_one, masked
+from megatron_sao.algo.masked import at_least_one, check_one_shape, masked
 
 
 def value_loss(
@@ -35,13 +35,15 @@ def value_loss(
         num_action_tokens: action tokens of the whole step (see `dis.dis_loss`); 0 = no signal: loss 0.
         clip: > 0, in units of the value; None = off.
     Returns: scalar with gradient.
-    Raises: ValueError: `clip` without `old_value`, or not positive.
+    Raises: ValueError: shapes differ; `clip` without `old_value`, or not positive.
     """
+    check_one_shape(value=value, target=target, action_mask=action_mask)
     value, target = masked(value, action_mask), masked(target.detach(), action_mask)
     loss_t = 0.5 * (value - target).square()
     if clip is not None:
         if old_value is None or not clip > 0:
             raise ValueError(f"clip = {clip} needs clip > 0 and old_value (value.value_clip; 0 there turns it off)")
+        check_one_shape(value=value, old_value=old_value)
         old_value = masked(old_value.detach(), action_mask)
         near_value = old_value + (value - old_value).clamp(-clip, clip)
         loss_t = torch.maximum(loss_t, 0.5 * (near_value - target).square())

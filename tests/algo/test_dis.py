@@ -134,6 +134,35 @@ def test_step_without_action_tokens_has_loss_zero_and_no_gradient() -> None:
     assert all(math.isfinite(number) for number in dis_metrics(statistics).values())
 
 
+@pytest.mark.parametrize("column", ["learner", "sampler", "advantage", "mask"])
+def test_a_column_beside_rows_is_refused_and_not_broadcast(column) -> None:
+    given = {name: torch.ones(3) for name in ("learner", "sampler", "advantage", "mask")}
+    given[column] = given[column][:, None]
+    with pytest.raises(ValueError, match=r"\[3, 1\].*one shape"):
+        dis_loss(*given.values(), num_action_tokens=3, **REASONING)
+
+
+def test_rows_of_trajectories_give_what_packed_tokens_give() -> None:
+    packed = loss_and_gradient(LEARNER, SAMPLER, ADVANTAGE, MASK, num_action_tokens=5, **CODING)
+    rows = [[numbers[:3], numbers[3:]] for numbers in (LEARNER, SAMPLER, ADVANTAGE, MASK)]
+    loss, gradient = loss_and_gradient(*rows, num_action_tokens=5, **CODING)
+    assert loss == pytest.approx(packed[0])
+    assert gradient[0] + gradient[1] == packed[1]
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16])
+def test_a_mask_may_be_numbers_and_log_probs_narrow(kind) -> None:
+    expected = loss_and_gradient(LEARNER, SAMPLER, ADVANTAGE, MASK, **REASONING)
+    for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 0.0), (torch.bfloat16, 2e-2)):
+        learner = torch.tensor(LEARNER, dtype=dtype, requires_grad=True)
+        others = torch.tensor(SAMPLER, dtype=dtype), torch.tensor(ADVANTAGE, dtype=dtype), torch.tensor(MASK).to(kind)
+        loss = dis_loss(learner, *others, num_action_tokens=1, **REASONING)
+        loss.backward()
+        assert loss.dtype == torch.promote_types(dtype, torch.float32) and learner.grad.dtype == dtype
+        assert loss.item() == pytest.approx(expected[0], abs=tolerance)
+        assert learner.grad.tolist() == pytest.approx(expected[1], abs=tolerance)
+
+
 def test_any_split_of_the_tokens_gives_the_same_loss_and_gradient() -> None:
     """NRM-02 for the policy loss."""
     whole = loss_and_gradient(LEARNER, SAMPLER, ADVANTAGE, MASK, num_action_tokens=5, **CODING)

@@ -307,7 +307,10 @@ def test_length_adaptive_lambda() -> None:
     lams = length_adaptive_lambda_n(torch.tensor([0, 1, 100]))
     assert lams.dtype == torch.float64
     assert lams.tolist() == [0.0, length_adaptive_lambda(1), length_adaptive_lambda(100)]
-    with pytest.raises(ValueError, match="-1"):
-        length_adaptive_lambda(-1)
+    counted = length_adaptive_lambda(mask(1, 0, 1).sum())
+    assert type(counted) is float and counted == pytest.approx(2 / 3)
+    for count in (-1, NAN):
+        with pytest.raises(ValueError, match="count"):
+            length_adaptive_lambda(count)
     with pytest.raises(ValueError, match="alpha"):
         length_adaptive_lambda(1, alpha=0.0)

@@ -35,6 +35,14 @@ def test_value_clipping_takes_the_worse_of_both() -> None:
     assert value.grad.tolist() == pytest.approx([0.0, -0.95, -0.45])
 
 
+def test_an_output_column_beside_a_row_of_targets_is_refused_and_not_broadcast() -> None:
+    value, target, mask = torch.zeros(3, 1), torch.ones(3), torch.ones(3)
+    with pytest.raises(ValueError, match=r"value \[3, 1\], target \[3\]"):
+        value_loss(value, target, mask, num_action_tokens=3)
+    with pytest.raises(ValueError, match=r"old_value \[3, 1\]"):
+        value_loss(value[:, 0], target, mask, num_action_tokens=3, clip=0.2, old_value=value)
+
+
 def test_value_clipping_needs_old_values_and_a_width() -> None:
     one = torch.ones(1)
     with pytest.raises(ValueError, match="old_value"):
