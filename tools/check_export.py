@@ -11,7 +11,6 @@ Exit code 0 only if every output is equal and no log-prob differs by more than 1
 """
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 

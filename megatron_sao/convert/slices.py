@@ -6,7 +6,6 @@ A `WeightSlice` says "rows (or columns) [start, start + length) of HF tensor `hf
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from megatron_sao.convert.family import ModelShape

@@ -79,7 +79,7 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=not on_gpu,
-        # Sums, not means: the loss is already divided by the action tokens of the whole step (see train/schedule.py).
+        # Sums, not means: the loss is already divided by the action tokens of the whole step (see parallel/schedule.py).
         calculate_per_token_loss=True,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,

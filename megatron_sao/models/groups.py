@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from megatron_sao.config.value import Groups
 from megatron_sao.errors import ConfigError
-from megatron_sao.models.value_head import ValueHead
 from megatron_sao.parallel.exchange import gather_objects
 
 GROUPS = ("attention", "norms", "embeddings", "router", "experts", "shared_experts", "dense_mlp", "head")

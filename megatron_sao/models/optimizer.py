@@ -86,7 +86,7 @@ def make_learner(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=True,
-        check_for_nan_in_grad=False,  # a bad step is skipped and counted (train/sao_step.py), not an assertion
+        check_for_nan_in_grad=False,  # `Learner.update` leaves a bad step out instead
     )
     wrapped = [DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     optimizer_config = OptimizerConfig(

@@ -29,7 +29,6 @@ DROPPED = "dropped"
 OPEN_STATES = (IN_FLIGHT, BUFFERED, TRAINING)
 
 STALE = "stale"
-UNSCORED = "unscored"
 NO_ACTION = "no_action_token"
 NO_SIGNAL = "no_signal"
 

@@ -13,7 +13,7 @@ from megatron_sao.parallel.exchange import broadcast_object
 from megatron_sao.records import Hello, PushDone, PushGo, PushRequest, PushSent, Welcome
 from megatron_sao.train.link import SchedulerLink
 from megatron_sao.transport.group import WeightGroup, host_store, weight_group
-from megatron_sao.transport.plan import WHOLE, WireItem, encode_plan, make_plan
+from megatron_sao.transport.plan import WireItem, encode_plan, make_plan
 from megatron_sao.transport.sender import WeightSender
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_sao.errors import ConfigError, ProtocolError, SaoError
+from megatron_sao.errors import ConfigError, SaoError
 from megatron_sao.transport.group import WeightGroup
 from megatron_sao.transport.handshake import agree
 from megatron_sao.transport.plan import PushPlan, WireItem
