@@ -35,5 +35,5 @@ def read_failure(path: Path) -> Failure | None:
     """What was recorded, once the process has ended; None = nothing."""
     try:
         return Failure(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):  # absent, or cut off in the middle
         return None

@@ -135,7 +135,8 @@ class EngineProcess:
             why = f"  (whole log: {log})" if number == signal.SIGKILL else log_excerpt(log)
             raise EngineError(f"the engine at {self.url} (pid {self.pid}) {cause}:\n{why}")
         if dead := self._dead_worker():
-            raise EngineError(f"{dead} of the engine at {self.url} has ended:\n{log_excerpt(self.settings.log_path)}")
+            why = log_excerpt(self.settings.log_path, only_errors=True)
+            raise EngineError(f"{dead} of the engine at {self.url} has ended:\n{why}")
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End the server and all its workers; harmless when it has ended already.
@@ -247,8 +248,9 @@ def is_cpu_build() -> bool:
     return True
 
 
-def log_excerpt(path: str | Path, num_lines: int = 12) -> str:
-    """The lines of a log that say why a server failed: its last errors, else its last lines; then where it lies."""
+def log_excerpt(path: str | Path, num_lines: int = 12, *, only_errors: bool = False) -> str:
+    """The lines of a log that say why a server failed: its last errors, else (unless `only_errors`) its last lines; then
+    where it lies."""
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -260,6 +262,8 @@ def log_excerpt(path: str | Path, num_lines: int = 12) -> str:
     if errors:
         # Two more lines after the last one: some libraries put the reason below the name of the error.
         recent = [recent[i] for i in errors[-4:]] + recent[errors[-1] + 1 : errors[-1] + 3]
+    elif only_errors:
+        recent = []
     shown = list(dict.fromkeys(recent))[-num_lines:]
     return "\n".join([*(f"  {line[:400]}" for line in shown), f"  (whole log: {path})"])
 

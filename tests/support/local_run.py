@@ -1,4 +1,8 @@
-"""`bash launch/local.sh` as a user starts it, and whatever it starts, found by a mark in the environment."""
+"""`bash launch/local.sh` as a user starts it, and whatever it starts, in whatever session and under whatever parent.
+
+Processes are found by a mark in the environment. vLLM's workers write their name over it: they are found as children of
+marked ones, and remembered, so `processes` must have been called while their parents lived (`wait_for` does).
+"""
 
 import ctypes
 import os
@@ -15,6 +19,7 @@ SMALL_RUN = CLONE / "tests" / "system" / "run.toml"
 _MARK = "MEGATRON_SAO_TEST_MARK"
 
 # How the command line of each process goes on after its python.
+ENGINE_CORE = "VLLM::EngineCore"  # the name of vLLM's process that holds the model
 ENGINE = ["-m", "vllm.entrypoints.openai.api_server"]
 SCHEDULER = ["-m", "megatron_sao.cli.scheduler"]
 TORCHRUN = ["-m", "torch.distributed.run"]
@@ -36,6 +41,7 @@ class MarkedCommand:
     def __init__(self, command: list[str], terminal: Path, env: dict[str, str] | None = None):
         self._mark = uuid.uuid4().hex
         self._terminal = terminal
+        self._seen: set[psutil.Process] = set()
         self.started_s = time.monotonic()
         with terminal.open("wb") as output:
             self._process = subprocess.Popen(
@@ -68,6 +74,7 @@ class MarkedCommand:
             assert self._process.poll() is None, f"it ended before {text!r}:\n{self.output}"
             assert time.monotonic() < deadline, f"no {text!r} within {timeout_s:.0f} s:\n{self.output}"
             time.sleep(0.1)
+        self.processes()
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the command itself, as a shell's `kill` does."""
@@ -75,15 +82,13 @@ class MarkedCommand:
 
     def processes(self, arguments: list[str] | None = None) -> list[psutil.Process]:
         """All its living processes; only those whose command line goes on with `arguments`, if given."""
-        found = []
         for process in psutil.process_iter():
             try:
-                is_ours = process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE
-                if is_ours and (not arguments or process.cmdline()[1 : 1 + len(arguments)] == arguments):
-                    found.append(process)
+                if process.environ().get(_MARK) == self._mark:
+                    self._seen |= {process, *process.children(recursive=True)}
             except psutil.Error:
                 pass  # ended meanwhile, or another user's
-        return found
+        return [process for process in self._seen if _goes_on_with(process, arguments)]
 
     def close(self) -> None:
         """Effect: nothing that it started lives."""
@@ -93,6 +98,16 @@ class MarkedCommand:
             except psutil.NoSuchProcess:
                 pass
         self._process.wait(10)
+
+
+def _goes_on_with(process: psutil.Process, arguments: list[str] | None) -> bool:
+    """Whether it lives, and its command line after the first word begins with `arguments`."""
+    try:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return not arguments or process.cmdline()[1 : 1 + len(arguments)] == arguments
+    except psutil.NoSuchProcess:
+        return False
 
 
 class LocalRun(MarkedCommand):

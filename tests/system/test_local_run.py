@@ -56,7 +56,8 @@ def finished(tmp_path_factory) -> FinishedRun:
     cache = place / "models"
     run = LocalRun(place, "--warm_start.cache_folder", str(cache))
     try:
-        exit_code = run.wait(500)
+        run.wait_for("\ntrain 1/", timeout_s=400)
+        exit_code = run.wait(200)
         left_behind = run.processes()
     finally:
         run.close()
@@ -272,6 +273,9 @@ def test_a_fresh_engine_on_the_export_answers_like_the_engine_of_the_last_push(f
     found = re.fullmatch(r"CHECK export prompts=32 equal=32 max_logp_diff=(\S+)", last)
     assert found, last
     assert float(found[1]) <= 1e-5
+    outputs = [continuation["output_ids"] for continuation in finished.json("greedy.json")["continuations"]]
+    assert sum(map(len, outputs)) > 200  # else little would have been compared
+    assert finished.json("greedy.json")["policy_version"] == NUM_STEPS
 
 
 def _environment() -> dict[str, str]:
