@@ -88,7 +88,9 @@ def _tensor_slices(
     if names.kind == "qkv":
         part_rows = [shape.num_heads * shape.head_dim] + 2 * [shape.num_kv_groups * shape.head_dim]
         if rows * size != sum(part_rows):
-            raise CheckpointError(f"{tensor.name}: {rows} rows on each of {size} ranks, expected {sum(part_rows)} in all")
+            raise CheckpointError(
+                f"{tensor.name}: {rows} rows on each of {size} ranks, expected {sum(part_rows)} in all"
+            )
         for part, start, length, source_start in qkv_rows(shape, rank * rows, (rank + 1) * rows):
             yield piece(names.hf[part], (part_rows[part], *rest), 0, start, length, source_start)
     elif names.kind == "gated":

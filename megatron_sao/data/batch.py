@@ -140,7 +140,10 @@ def to_decoder(about_token: torch.Tensor, starts: torch.Tensor, fill: float | in
 
 
 def from_decoder(at_position: torch.Tensor, starts: torch.Tensor, fill: float | int | bool = 0) -> torch.Tensor:
-    """Decoder outputs -> per token: x[i] = y[i - 1] inside a trajectory, `fill` at its first token. See `to_decoder`."""
+    """Decoder outputs -> per token: x[i] = y[i - 1] inside a trajectory, `fill` at its first token.
+
+    Args and returns as `to_decoder`.
+    """
     moved = torch.roll(at_position, 1, dims=0)
     return torch.where(_is_at(starts[:-1], starts), torch.full_like(moved, fill), moved)
 

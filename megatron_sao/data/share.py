@@ -50,7 +50,8 @@ def share_of(batch: PackedBatch, rank: int, num_ranks: int, budget_tokens: int, 
     Args:
         batch: the whole step; the same on every rank.
         budget_tokens: largest micro-batch in tokens (a longer trajectory stands alone).
-        multiple: tokens of a micro-batch are filled up to a multiple of it (the tensor axis under sequence parallelism).
+        multiple: tokens of a micro-batch are filled up to a multiple of it (size of the tensor axis, which cuts them
+            under sequence parallelism).
     """
     plan = micro_batches(batch.lengths().tolist(), num_ranks, budget_tokens)[rank]
     mine = [number for part in plan for number in part]

@@ -7,7 +7,6 @@ one would steal each other's.
 from typing import Any, Literal
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,6 +15,7 @@ from megatron_sao.config.parallel import Parallel
 from megatron_sao.convert.family import read_shape, required, rope_base
 from megatron_sao.models.specs import decoder_spec, uses_transformer_engine
 from megatron_sao.models.value_head import ValueHead
+from megatron_sao.parallel.schedule import is_first_stage, is_last_stage
 
 Role = Literal["policy", "value"]
 
@@ -44,7 +44,8 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
             num_moe_experts=shape.num_experts,
             moe_ffn_hidden_size=required(hf_config, "moe_intermediate_size"),
             moe_router_topk=required(hf_config, "num_experts_per_tok"),
-            moe_router_pre_softmax=not required(hf_config, "norm_topk_prob"),  # renormalised = softmax over the chosen ones
+            # renormalised = softmax over the chosen ones
+            moe_router_pre_softmax=not required(hf_config, "norm_topk_prob"),
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="none",  # reinforcement learning adds no balancing loss
             moe_aux_loss_coeff=0.0,
@@ -79,7 +80,7 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=not on_gpu,
-        # Sums, not means: the loss is already divided by the action tokens of the whole step (see parallel/schedule.py).
+        # Sums, not means: the loss is divided by the action tokens of the whole step already (parallel/schedule.py).
         calculate_per_token_loss=True,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
@@ -106,8 +107,8 @@ def build_model(
         transformer_layer_spec=decoder_spec(config),
         vocab_size=-(-shape.vocab // parallel.tp) * parallel.tp,
         max_sequence_length=required(hf_config, "max_position_embeddings"),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=is_first_stage(),
+        post_process=is_last_stage(),
         position_embedding_type="rope",
         rotary_base=rope_base(hf_config),
         parallel_output=True,

@@ -57,9 +57,9 @@ def claim_layer(layer: torch.nn.Module, claim) -> None:
     claim(getattr(layer, "pre_mlp_layernorm", None), "norms")
     mlp = layer.mlp
     for part in mlp.modules():
-        norm = getattr(part, "layer_norm_weight", None)  # transformer-engine fuses the norm before a dense MLP
-        if norm is not None:
-            claim(torch.nn.ParameterList([p for p in (norm, getattr(part, "layer_norm_bias", None)) if p is not None]), "norms")
+        # transformer-engine fuses the norm before a dense MLP
+        fused_norm = [getattr(part, name, None) for name in ("layer_norm_weight", "layer_norm_bias")]
+        claim(torch.nn.ParameterList(parameter for parameter in fused_norm if parameter is not None), "norms")
         if isinstance(part, Router):
             claim(part, "router")
     claim(getattr(mlp, "shared_experts", None), "shared_experts")

@@ -88,7 +88,10 @@ def make_learner(
         use_distributed_optimizer=True,
         check_for_nan_in_grad=False,  # `Learner.update` leaves a bad step out instead
     )
-    wrapped = [DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    wrapped = [
+        DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -105,9 +108,9 @@ def make_learner(
     overrides = get_standard_config_overrides(optimizer_config)
     for group, factor in (lr_multipliers or {}).items():
         if factor != 1.0:
-            of_group = ParamPredicate(group, lambda parameter, group=group: getattr(parameter, "sao_group", "") == group)
+            is_member = ParamPredicate(group, lambda p, group=group: getattr(p, "sao_group", "") == group)
             rate = ParamGroupOverride(max_lr=config.lr * factor, min_lr=config.lr * factor)
-            overrides[ParamKey(predicate=of_group)] = rate
+            overrides[ParamKey(predicate=is_member)] = rate
     optimizer = get_megatron_optimizer(
         optimizer_config, wrapped, config_overrides=overrides, use_gloo_process_groups=False
     )

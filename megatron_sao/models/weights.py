@@ -114,7 +114,7 @@ VALUE_HEAD = "value_head.weight"  # its name in a HF-style value checkpoint
 
 
 def load_weights(
-    chunks: list[MegatronModule], folder: HFFolder, shape: ModelShape, world: World, *, keep_value_head: bool = True
+    chunks: list[MegatronModule], folder: HFFolder, shape: ModelShape, world: World
 ) -> list[str]:
     """Fill the chunks from a HF folder, each rank reading only its rows. No collective.
 
@@ -130,10 +130,11 @@ def load_weights(
     body = [t for t in described if not _is_value_head(t, chunks)]
     with torch.no_grad():
         for piece in local_slices(body, shape, tensor_ranks(world)):
-            slice_view(piece, tensors).copy_(folder.read(piece.hf_name, piece.full_shape, piece.dim, piece.start, piece.length))
+            read = folder.read(piece.hf_name, piece.full_shape, piece.dim, piece.start, piece.length)
+            slice_view(piece, tensors).copy_(read)
         if shape.is_tied:
             _copy_tied_head(described, tensors, folder, shape, world)
-        if kept and keep_value_head and folder.has(VALUE_HEAD):
+        if kept and folder.has(VALUE_HEAD):
             head = next(tensors[t.key] for t in described if t.name == "output_layer.weight")
             if folder.shape(VALUE_HEAD) == tuple(head.shape):
                 head.copy_(folder.read(VALUE_HEAD, tuple(head.shape), 0, 0, head.shape[0]))

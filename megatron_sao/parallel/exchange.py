@@ -1,5 +1,6 @@
 """Plain exchanges between ranks that are no part of Megatron: objects, sums, values of the last pipeline stage."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,6 +10,40 @@ from megatron.core import parallel_state
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def world_rank() -> int:
+    """This process's rank in the trainer's world."""
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """Ranks of the trainer's world."""
+    return dist.get_world_size()
+
+
+def wait_for_all() -> None:
+    """Return once every rank is here. Collective: the whole world."""
+    dist.barrier()
+
+
+class ObjectGroup:
+    """The whole world with a timeout of its own, for what may take longer than a collective of the model may."""
+
+    def __init__(self, timeout_s: float):
+        """Collective: the whole world."""
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """`value` of rank `source`, on every rank. Collective: the whole world."""
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=self._group)
+        return box[0]
+
+
+def broadcast_tensor(tensor: torch.Tensor, source: int) -> None:
+    """Fill `tensor` (contiguous, equal shapes and dtypes) with rank `source`'s. Collective: the whole world."""
+    dist.broadcast(tensor, src=source)
 
 
 def broadcast_object(value: Any, source: int = 0) -> Any:

@@ -6,6 +6,7 @@ softmax chunk by chunk. Padded vocabulary rows get no probability.
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 CHUNK_TOKENS = 2048
 
@@ -69,6 +70,11 @@ class _VocabParallelLogprob(torch.autograd.Function):
 def _chunks(num_tokens: int):
     for start in range(0, num_tokens, CHUNK_TOKENS):
         yield slice(start, min(start + CHUNK_TOKENS, num_tokens))
+
+
+def tensor_axis() -> dist.ProcessGroup:
+    """The ranks that share this rank's vocabulary."""
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def vocab_parallel_logprob(

@@ -1,7 +1,7 @@
 """Runs micro-batches through a model with Megatron's pipeline schedule; the one place that owns the loss scale.
 
 Loss scale: a loss function returns its share of the step's loss, already divided by what the whole step counts (action
-tokens over all micro-batches, data- and context-parallel ranks). So gradients must be SUMMED everywhere, never averaged:
+tokens over all micro-batches, data- and context-parallel ranks). So gradients are SUMMED everywhere, never averaged:
 - micro-batches: a three-part return with `calculate_per_token_loss` keeps Megatron from dividing by their number;
 - data and context parallel: the same flag makes DistributedDataParallel sum instead of average;
 - `finalize_model_grads` would then divide by a token count: it is called without one.
@@ -84,5 +84,11 @@ def _sum_model_grads(model, num_tokens=None, **kwargs) -> None:
     finalize_model_grads(model, None, **kwargs)
 
 
+def is_first_stage() -> bool:
+    """Whether this rank's pipeline stage takes the token ids."""
+    return parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+
+
 def is_last_stage() -> bool:
+    """Whether this rank's pipeline stage gives the model's output."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)

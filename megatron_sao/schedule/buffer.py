@@ -1,7 +1,7 @@
 """Finished trajectories that wait for a step.
 
-Invariants: first finished, first trained; a trajectory leaves exactly once, taken by a step or returned as stale; what a
-step does not need stays, in order.
+Invariants: first finished, first trained; a trajectory leaves exactly once, taken by a step or returned as stale; what
+a step does not need stays, in order.
 """
 
 import asyncio

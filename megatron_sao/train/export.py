@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_sao.errors import CheckpointError
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import policy_shapes
+from megatron_sao.parallel.exchange import broadcast_tensor, wait_for_all
 from megatron_sao.train.setup import Trainer
 
 SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -36,7 +36,7 @@ def export_policy(trainer: Trainer, destination: str | Path) -> None:
         _check(partial, trainer)
         shutil.rmtree(destination, ignore_errors=True)
         partial.rename(destination)
-    dist.barrier()
+    wait_for_all()
 
 
 def _collect(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def _collect(trainer: Trainer) -> dict[str, torch.Tensor]:
                 part = trainer.exporter.view(piece).contiguous()
             else:
                 part = torch.empty(piece.shape, dtype=dtype, device=device)
-            dist.broadcast(part, src=owner)
+            broadcast_tensor(part, owner)
             if rank == 0:
                 if piece.hf_name not in whole:
                     whole[piece.hf_name] = torch.empty(piece.full_shape, dtype=dtype)

@@ -1,11 +1,9 @@
 """The trainer's line to the scheduler: rank 0 speaks, every rank hears the answer, and a failure stops every rank."""
 
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_sao.errors import ProtocolError, SaoError
+from megatron_sao.parallel.exchange import ObjectGroup, world_rank
 from megatron_sao.records import SchedulerMessage, TrainerMessage, decode, encode
 from megatron_sao.transport.channel import TrainerChannel
 
@@ -23,8 +21,8 @@ class SchedulerLink:
             longest_wait_s: bound of one answer, a batch included.
         """
         # A group of its own: waiting for a batch may take longer than any collective of the model is allowed to.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_wait_s + MARGIN_S))
-        self._channel = TrainerChannel(address, timeout_s=longest_wait_s) if dist.get_rank() == 0 else None
+        self._group = ObjectGroup(longest_wait_s + MARGIN_S)
+        self._channel = TrainerChannel(address, timeout_s=longest_wait_s) if world_rank() == 0 else None
 
     def request(self, message: TrainerMessage, expected: type, timeout_s: float | None = None) -> Any:
         """Send `message` (rank 0's counts) and give every rank the answer.
@@ -38,7 +36,7 @@ class SchedulerLink:
                 raw = encode(self._channel.request(message, timeout_s=timeout_s))
             except SaoError as error:
                 raw = str(error)
-        raw = self.share(raw)
+        raw = self._group.broadcast(raw)
         if isinstance(raw, str):
             raise ProtocolError(raw)
         answer = decode(raw, SchedulerMessage)
@@ -48,12 +46,7 @@ class SchedulerLink:
             )
         return answer
 
-    def share(self, value: Any) -> Any:
-        """Rank 0's `value` on every rank. Collective: every rank of the world."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
-
     def close(self) -> None:
+        """Effect: rank 0 closes its connection."""
         if self._channel is not None:
             self._channel.close()

@@ -1,11 +1,10 @@
 """Log-probabilities of the learner, about each token, from the decoder's logits."""
 
 import torch
-from megatron.core import parallel_state
 
 from megatron_sao.data.batch import from_decoder, to_decoder
 from megatron_sao.data.share import MicroBatch
-from megatron_sao.parallel.logprob import vocab_parallel_logprob
+from megatron_sao.parallel.logprob import tensor_axis, vocab_parallel_logprob
 
 
 def learner_logprob(
@@ -17,8 +16,7 @@ def learner_logprob(
     """
     starts = micro_batch.batch.starts.to(logits.device)
     next_ids = to_decoder(micro_batch.batch.token_ids.to(logits.device), starts)
-    group = parallel_state.get_tensor_model_parallel_group()
     logp, entropy = vocab_parallel_logprob(
-        logits, next_ids, temperature=temperature, true_vocab=true_vocab, group=group
+        logits, next_ids, temperature=temperature, true_vocab=true_vocab, group=tensor_axis()
     )
     return from_decoder(logp, starts), from_decoder(entropy, starts)

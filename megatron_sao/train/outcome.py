@@ -26,7 +26,7 @@ class Outcome:
         self.num_bad_steps += bool(num_skipped_updates)
         if self._bad_in_a_row >= MAX_BAD_STEPS:
             raise TrainingError(
-                f"{self._bad_in_a_row} steps in a row had gradients that are not finite, so their updates were left out;"
+                f"{self._bad_in_a_row} steps in a row had gradients that are not finite; their updates were left out;"
                 " lower policy.lr or value.lr, or look at the trajectories of the last steps"
             )
         if phase == TRAIN and "lag/token_max" in metrics:

@@ -3,13 +3,11 @@
 import threading
 import time
 
-import torch.distributed as dist
-
 from megatron_sao.config import Config
 from megatron_sao.convert.slices import WeightSlice
 from megatron_sao.errors import ProtocolError
 from megatron_sao.models.weights import Exporter
-from megatron_sao.parallel.exchange import broadcast_object
+from megatron_sao.parallel.exchange import broadcast_object, world_rank, world_size
 from megatron_sao.records import Hello, PushDone, PushGo, PushRequest, PushSent, Welcome
 from megatron_sao.train.link import SchedulerLink
 from megatron_sao.transport.group import WeightGroup, host_store, weight_group
@@ -40,12 +38,12 @@ class Pusher:
         self._exporter, self._config, self._link, self._host = exporter, config, link, host
         by_rank = [[wire_item(p) for p in pieces] for pieces in exporter.slices_by_rank]
         self._plan = make_plan(by_rank, bucket_bytes=config.push.bucket_bytes, expected_shapes=names)
-        self._pieces = {wire_item(p): p for p in exporter.slices_by_rank[dist.get_rank()]}
+        self._pieces = {wire_item(p): p for p in exporter.slices_by_rank[world_rank()]}
         self._sender: WeightSender | None = None
 
     def connect(self, policy_version: int) -> Welcome:
         """Meet the engines in the weight group. Collective: every rank of the world; the engines join meanwhile."""
-        rank, num_ranks, limits = dist.get_rank(), dist.get_world_size(), self._config.push
+        rank, num_ranks, limits = world_rank(), world_size(), self._config.push
         store = host_store(self._host, timeout_s=limits.timeout_s) if rank == 0 else None
         port = broadcast_object(store.port if store else 0)
         num_workers = self._config.engine.count * self._config.engine.tensor_parallel
@@ -79,7 +77,8 @@ class Pusher:
         welcome = self._link.request(hello, Welcome, timeout_s=limits.timeout_s + 30)
         thread.join(limits.timeout_s)
         if not joined or isinstance(joined[0], Exception):
-            raise ProtocolError(f"trainer rank {rank} did not join the weight group: {joined[0] if joined else 'timeout'}")
+            reason = joined[0] if joined else "timeout"
+            raise ProtocolError(f"trainer rank {rank} did not join the weight group: {reason}")
         self._sender = WeightSender(joined[0], self._plan)
         return welcome
 

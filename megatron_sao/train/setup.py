@@ -1,4 +1,4 @@
-"""Builds what a trainer rank needs before its first step: both models from one HF folder, and what each rank works on."""
+"""What a trainer rank needs before its first step: both models from one HF folder, and its part of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -81,9 +81,8 @@ def several(count):
     for number in range(count):
         channel.answer = EvalResult(name=f"step-{number}", pass_rate=0.5, mean_reward=0.5, num_episodes=number)
         heard.append(link.request(EvalRequest(name=f"step-{number}"), EvalResult).num_episodes)
-    heard.append(link.share(f"of rank {dist.get_rank()}"))
     return heard
 
 
 def test_requests_keep_their_order_on_every_rank():
-    assert run_ranks(2, several, 4) == [[0, 1, 2, 3, "of rank 0"]] * 2
+    assert run_ranks(2, several, 4) == [[0, 1, 2, 3]] * 2
