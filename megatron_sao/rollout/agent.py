@@ -61,7 +61,8 @@ async def run_episode(
     are used up. A cut episode has the reward that the environment gave with its last step, 0 if it gave none.
 
     Raises:
-        Unscored: nothing to train on: no room for even one action, no reward, or an environment that does not answer.
+        Unscored: nothing to train on: no room for even one action, no reward or one that is not finite (of a turn, too),
+            or an environment that does not answer.
         DataError, EngineError: a malformed sample or reward, a failed engine.
     """
     episode = environment.start(prompt.task)
@@ -92,7 +93,7 @@ async def run_episode(
         turns.append(Turn(
             observation_ids=observation_ids, action_ids=sample.token_ids, logp_sampler=sample.logp,
             version_spans=sample.version_spans, stop_reason=sample.stop_reason, suffix_ids=suffix_ids,
-            reward=step.turn_reward,
+            reward=None if step.turn_reward is None else reward_value(step.turn_reward, prompt.prompt_id),
         ))
         if is_over:
             break

@@ -14,6 +14,9 @@ from megatron_sao.errors import DataError, SaoError
 from megatron_sao.records import NO_VERSION, Prompt, Trajectory, Turn
 
 
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards travel as float32; beyond it they would become infinite
+
+
 class Unscored(SaoError):
     """The episode gives nothing to train on; it is dropped and counted under `reason`, never given a reward of 0."""
 
@@ -26,7 +29,8 @@ def reward_value(raw: Any, prompt_id: str, reward_key: str = "") -> float:
     """A raw outcome reward as a float.
 
     Args:
-        raw: a number or bool; a dict of which `reward_key` is one; None, NaN or infinite = could not be scored.
+        raw: a number or bool; a dict of which `reward_key` is one; None, NaN or infinite (in float32) = could not be
+            scored.
         prompt_id: names the sample in errors.
         reward_key: which entry of a dict is the reward; "" = no dict is expected.
     Raises:
@@ -42,8 +46,11 @@ def reward_value(raw: Any, prompt_id: str, reward_key: str = "") -> float:
         raise Unscored("unscored", f"{prompt_id} has no reward")
     if not isinstance(raw, (numbers.Real, np.bool_)):
         raise DataError(f"the reward of {prompt_id} is {raw!r} ({type(raw).__name__}); it must be a number or a bool")
-    value = float(raw)
-    if not math.isfinite(value):
+    try:
+        value = float(raw)
+    except OverflowError:  # a whole number of more than 308 digits
+        value = math.inf
+    if not abs(value) <= LARGEST_REWARD:
         raise Unscored("unscored", f"the reward of {prompt_id} is {value}")
     return value
 

@@ -38,7 +38,7 @@ class EnvStep:
 
     observation: str | None  # text for the policy; None = the episode is over
     reward: Any = None  # outcome, read from the last step; None or NaN there = unscored (see assemble.reward_value)
-    turn_reward: float | None = None  # reward of this turn alone; None = this turn gives none
+    turn_reward: float | None = None  # of this turn alone; None = this turn gives none; NaN = unscored
     metrics: dict[str, float] = field(default_factory=dict)  # added up over the steps of an episode
 
 

@@ -174,6 +174,18 @@ def test_turn_rewards_stand_on_their_turns(prompt, chat):
     assert got.reward_t[2] == 0.5 and got.reward == 1.0
 
 
+def test_a_turn_reward_is_checked_like_an_outcome(prompt, chat):  # INP-02
+    def play_one(turn_reward):
+        return play(prompt, Scripted(EnvStep(None, 1.0, turn_reward)), Script(chat.action_ids("a")), chat)
+
+    with pytest.raises(Unscored) as caught:
+        play_one(math.nan)
+    assert caught.value.reason == "unscored"
+    with pytest.raises(DataError, match="train/e0/17"):
+        play_one("1")
+    assert play_one(True).reward_t.sum() == 2.0
+
+
 def test_an_environment_that_does_not_answer_drops_the_episode(prompt, chat):
     class Stuck(Scripted):
         async def step(self, action, stop_reason):

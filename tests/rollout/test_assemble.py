@@ -88,7 +88,7 @@ def test_numbers_and_bools_are_rewards(raw, value):  # INP-02
     assert type(got) is float and got == value
 
 
-@pytest.mark.parametrize("raw", [None, math.nan, math.inf, -math.inf, np.float32("nan")])
+@pytest.mark.parametrize("raw", [None, math.nan, math.inf, -math.inf, np.float32("nan"), -1e39, 10**400])
 def test_no_reward_is_unscored_never_zero(raw):  # INP-02
     with pytest.raises(Unscored) as caught:
         reward_value(raw, "train/e0/1")
