@@ -45,6 +45,14 @@ def check_world_size(cfg: Config, world_size: int) -> None:
         )
 
 
+def check_layout_is_built(cfg: Config) -> None:
+    """Raises ConfigError for a layout that can be planned (--dry-run) but not run yet."""
+    if cfg.parallel.cp > 1:
+        raise ConfigError(
+            f"parallel.cp = {cfg.parallel.cp}: packed context parallelism is not available yet; use 1"
+        )
+
+
 # ---- the checks; a parameter names the section it gets ---------------------------------------------------------
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_sao.config import Config, check_world_size
-from megatron_sao.errors import ConfigError
+from megatron_sao.config import Config, check_layout_is_built, check_world_size
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,11 @@ def start_world(run_config: Config) -> World:
     """Join the torchrun world and build all process groups. Collective: every rank calls it once per process.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun sets.
-    Raises: ConfigError when the world has another size than the axes ask for.
+    Raises: ConfigError when the world has another size than the axes ask for, or the layout is not built yet.
     """
     check_world_size(run_config, int(os.environ.get("WORLD_SIZE", 1)))
     config, seed = run_config.parallel, run_config.run.seed
-    if config.cp > 1:
-        raise ConfigError(f"parallel.cp = {config.cp}: packed context parallelism is not available yet; use 1")
+    check_layout_is_built(run_config)
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # does nothing on a CPU

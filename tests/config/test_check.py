@@ -4,7 +4,7 @@ DIS-09).
 
 import pytest
 
-from megatron_sao.config import check_model_fits, check_world_size, load_config
+from megatron_sao.config import check_layout_is_built, check_model_fits, check_world_size, load_config
 from megatron_sao.errors import ConfigError
 
 
@@ -150,6 +150,13 @@ def test_the_world_must_have_as_many_ranks_as_the_layout():
             ConfigError, match=rf"2 \* 2 \* 1 \* 1 = 4, but the trainer was started with {world_size} ranks"
         ):
             check_world_size(cfg, world_size)
+
+
+def test_a_layout_that_is_not_built_can_be_planned_but_not_run():
+    cfg = load_config(None, ["parallel.cp=2"])
+    with pytest.raises(ConfigError, match="parallel.cp = 2"):
+        check_layout_is_built(cfg)
+    check_layout_is_built(load_config(None, ["parallel.tp=2", "parallel.pp=2", "parallel.ep=2"]))
 
 
 # ---- sampling (CFG-04, DIS-09) ---------------------------------------------------------------------------------
