@@ -142,7 +142,7 @@ SAME_ROLE = {
 
 
 @pytest.mark.parametrize("make", [moe_layer, dense_layer], ids=["moe", "dense"])
-def test_a_tensor_has_the_same_role_whether_or_not_its_norm_is_fused(make):
+def test_a_tensor_has_the_same_role_whether_or_not_its_norm_is_fused(make):  # VAL-04
     separate, fused = by_name(chunk_of(make(fused=False))), by_name(chunk_of(make(fused=True)))
     prefix = "decoder.layers.0."
     compared = 0
@@ -219,7 +219,7 @@ def updated(folder):
     return result
 
 
-def test_frozen_tensors_keep_their_bits_and_trained_ones_move(updated):
+def test_frozen_tensors_keep_their_bits_and_trained_ones_move(updated):  # VAL-04
     for name, group in updated["groups"].items():
         is_frozen = group in DEFAULT_FROZEN
         assert updated["requires_grad"][name] != is_frozen, name
@@ -292,7 +292,7 @@ def refusal(folder, overrides):
         ("value.groups.dense_mlp.trained=false", "value.groups.dense_mlp"),
     ],
 )
-def test_a_setting_for_a_group_that_holds_nothing_is_refused(folder, override, named):
+def test_a_setting_for_a_group_that_holds_nothing_is_refused(folder, override, named):  # VAL-04
     (text,) = run_ranks(1, refusal, folder, [override])
     assert text.startswith(f"{named} matches no parameter of this model")
     assert text.endswith("groups it has: attention, embeddings, experts, head, norms, router")

@@ -105,7 +105,7 @@ def names_equal_to_folder(results, folder):
 # ---- the value head --------------------------------------------------------------------------------------------
 
 
-def test_a_policy_folder_gives_a_value_model_with_a_zero_head_and_says_so(folders):
+def test_a_policy_folder_gives_a_value_model_with_a_zero_head_and_says_so(folders):  # VAL-01
     for name, result in zip(folders, load(*[("value", folder) for folder in folders.values()]), strict=True):
         kept, _, tensors = result
         assert kept == ["output_layer.weight"]
@@ -114,7 +114,7 @@ def test_a_policy_folder_gives_a_value_model_with_a_zero_head_and_says_so(folder
         assert names == set(read_weights(folders[name])) - {"lm_head.weight"}
 
 
-def test_a_value_head_in_the_folder_is_loaded_if_it_fits(variant):
+def test_a_value_head_in_the_folder_is_loaded_if_it_fits(variant):  # VAL-01
     head = torch.arange(32.0)[None]
     folder = variant("moe", add={"value_head.weight": head})
     fits, other_shape, policy = load(("value", folder), ("value", folder, 5), ("policy", folder))
@@ -134,7 +134,7 @@ def test_a_value_model_does_not_need_the_output_layer_but_a_policy_does(variant)
 # ---- everything else must be there -----------------------------------------------------------------------------
 
 
-def test_any_other_missing_tensor_is_fatal_and_named(variant):
+def test_any_other_missing_tensor_is_fatal_and_named(variant):  # VAL-01
     names = [
         ROUTER,
         EMBEDDING,

@@ -66,7 +66,7 @@ def rates(folder, overrides, steps):
     return found
 
 
-def test_every_group_follows_one_schedule(folder):
+def test_every_group_follows_one_schedule(folder):  # VAL-06
     (found,) = run_ranks(1, rates, folder, ["value.lr_warmup_steps=10"], (0, 1, 5, 10, 11))
     for step, rate in {0: 0.0, 1: 5e-7, 5: 2.5e-6, 10: PEAK, 11: PEAK}.items():
         by_role, reported = found[step]

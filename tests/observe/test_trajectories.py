@@ -29,7 +29,7 @@ def test_arrays_and_fields_come_back_unchanged(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a\ud83d b", "nul\0byte", "😀 four bytes", "line\u2028separator", "\udfff", ""])
-def test_any_text_can_be_written(tmp_path, text):
+def test_any_text_can_be_written(tmp_path, text):  # INP-06
     prompt = Prompt(prompt_id="p\ud800", environment="test", domain="agentic", task={"question": text})
     trajectory = make_trajectory(prompt=prompt)
     path = tmp_path / "x.parquet"

@@ -31,13 +31,13 @@ def whitening(parts):
 
 
 def test_whitening_uses_one_mean_and_one_variance_for_all_ranks():
-    """Mean 3, unbiased variance 4 over the three action tokens; the rank without tokens must join or all would hang."""
+    """NRM-06: mean 3, unbiased variance 4 over the three action tokens; a rank without tokens joins, or all would hang."""
     results = run_ranks(3, whitening, WHITENING)
     assert [found for found, _ in results] == [[-1, 0], [], [1, 0]]
     assert all(merged == [3, 9, 35] for _, merged in results)
 
 
-def test_whitening_with_one_or_no_action_token_in_the_whole_step_changes_nothing():
+def test_whitening_with_one_or_no_action_token_in_the_whole_step_changes_nothing():  # NRM-07
     one = run_ranks(3, whitening, [([0.4, 7.0], [1, 0]), ([], []), ([NAN], [0])])
     assert [found for found, _ in one] == [pytest.approx([0.4, 0]), [], [0]]
     none = run_ranks(3, whitening, [([0.4], [0]), ([], []), ([NAN], [0])])
@@ -93,7 +93,7 @@ def values_of_two_samples(num_copies):
 
 
 @pytest.mark.parametrize("num_copies", [1, 2])
-def test_every_stage_gets_the_values_of_its_own_last_stage(num_copies):
+def test_every_stage_gets_the_values_of_its_own_last_stage(num_copies):  # VAL-08
     for _, dp, results in run_ranks(2 * num_copies, values_of_two_samples, num_copies):
         for length, found in zip((3, 5, 0), results, strict=True):
             assert found.dtype == torch.float32 and found.shape == (length,)

@@ -22,7 +22,7 @@ def filled(*trajectories) -> Buffer:
     return buffer
 
 
-def test_surplus_stays_in_order():
+def test_surplus_stays_in_order():  # ASY-05
     buffer = filled(*[make_trajectory(f"g{i}") for i in range(7)])
     taken, stale = buffer.take(4, policy_version=0, max_staleness=4)
     assert (names(taken), stale, len(buffer)) == (["g0", "g1", "g2", "g3"], [], 3)
@@ -37,7 +37,7 @@ def test_too_few_takes_nothing_and_loses_nothing():
     assert len(buffer) == 3
 
 
-def test_staleness_is_measured_by_the_oldest_token_when_consumed():
+def test_staleness_is_measured_by_the_oldest_token_when_consumed():  # WSY-12
     # 57 tokens by version 7, then 71 by version 8: at version 9 it is 2 old, however new its end is.
     trajectory = make_trajectory("mixed", versions=(7,) * 57 + (8,) * 71)
     assert trajectory.oldest_version == 7
@@ -65,7 +65,7 @@ def test_a_trajectory_from_the_future_is_an_error_and_loses_nothing():
     assert len(buffer) == 2
 
 
-def test_random_runs_account_for_every_trajectory():
+def test_random_runs_account_for_every_trajectory():  # ASY-05
     for seed in range(20):
         rng = random.Random(seed)
         buffer, version, issued, taken_names, stale_names = Buffer(), 0, [], [], []

@@ -6,7 +6,7 @@ from megatron_sao.errors import ProtocolError
 from megatron_sao.schedule.freshness import capacity, is_fresh, lag, num_to_issue
 
 
-def test_capacity_counts_what_was_accepted_before_a_restart():
+def test_capacity_counts_what_was_accepted_before_a_restart():  # ASY-01
     # (3 + 25 + 1) * 8 = 232 slots since version 0, of which 25 * 8 = 200 are used: 32 are left, not 232.
     given = dict(batch_trajectories=8, max_staleness=3)
     assert capacity(policy_version=25, num_accepted=200, num_running=0, **given) == 32
@@ -35,19 +35,19 @@ def test_what_capacity_admits_is_consumed_in_time():
         assert all(is_fresh(version, written, max_staleness) for written in consumed)
 
 
-def test_acceptance_at_the_limit():
+def test_acceptance_at_the_limit():  # ASY-02
     trained_by, limit = 4, 2
     assert [lag(trained_by, written) for written in (4, 3, 2, 1)] == [0, 1, 2, 3]
     assert [is_fresh(trained_by, written, limit) for written in (4, 3, 2, 1)] == [True, True, True, False]
 
 
-def test_waiting_in_the_queue_makes_older():
+def test_waiting_in_the_queue_makes_older():  # ASY-02
     assert is_fresh(4, 3, 2)
     assert not is_fresh(4 + 2, 3, 2)
 
 
 @pytest.mark.parametrize("limit", [0, 2, 10_000])
-def test_negative_lag_is_an_error_whatever_the_limit(limit):
+def test_negative_lag_is_an_error_whatever_the_limit(limit):  # WSY-10
     assert lag(58, 57) == 1
     with pytest.raises(ProtocolError, match="57.*version 1: lag -56"):
         is_fresh(1, 57, limit)

@@ -87,7 +87,7 @@ def test_requests_in_flight_survive_a_push_and_carry_both_versions(tmp_path):
     assert balances(out.summary)
 
 
-def test_the_steps_of_a_push_come_in_order_and_nothing_is_sampled_during_one(tmp_path):
+def test_the_steps_of_a_push_come_in_order_and_nothing_is_sampled_during_one(tmp_path):  # WSY-09
     def trainer(channel, engines):
         channel.request(HELLO)
         train(channel, 8)
@@ -216,7 +216,7 @@ def third_one_fails():
     return run_episode
 
 
-def test_an_environment_that_raises(tmp_path):
+def test_an_environment_that_raises(tmp_path):  # ASY-03
     def trainer(channel, engines):
         channel.request(HELLO)
         take(channel, 0, 0)
@@ -226,7 +226,7 @@ def test_an_environment_that_raises(tmp_path):
     fails_with(out, "reward backend failed", ValueError)
 
 
-def test_a_prompt_source_that_raises(tmp_path):
+def test_a_prompt_source_that_raises(tmp_path):  # ASY-03
     def prompts():
         yield make_prompt("a")
         raise DataError("prompts.jsonl line 2 is no JSON")
@@ -238,7 +238,7 @@ def test_a_prompt_source_that_raises(tmp_path):
     fails_with(play_together(tmp_path, trainer, prompts=prompts()), "prompts.jsonl line 2", DataError)
 
 
-def test_prompts_that_end_are_a_clean_end_until_more_are_needed(tmp_path):
+def test_prompts_that_end_are_a_clean_end_until_more_are_needed(tmp_path):  # ASY-03
     def trainer(channel, engines):
         channel.request(HELLO)
         take(channel, 0, 0)
@@ -333,7 +333,7 @@ def test_stale_trajectories_are_dropped_when_the_step_consumes(tmp_path):
     assert balances(out.summary)
 
 
-def test_a_trainer_that_resumes_publishes_first_and_versions_never_fall(tmp_path):
+def test_a_trainer_that_resumes_publishes_first_and_versions_never_fall(tmp_path):  # WSY-10
     resumed = Hello(
         policy_version=57, num_trainer_ranks=1, master_address="127.0.0.1", master_port=1, plan=b"", plan_hash=""
     )

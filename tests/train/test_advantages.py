@@ -59,7 +59,7 @@ def aligned(made, numbers):
 MASK, VALUE = [0, 1, 1, 0, 0, 1, 1], [NAN, 0.6, 0.2, 9.9, -7.7, 0.4, 0.7]
 
 
-def test_targets_use_the_value_lambda_and_advantages_the_policy_lambda():
+def test_targets_use_the_value_lambda_and_advantages_the_policy_lambda():  # GAE-05
     made = share(trajectory(MASK, 1.0))
     value = torch.tensor(VALUE)
     options = algo("policy_lambda=0.95")

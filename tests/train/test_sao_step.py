@@ -86,7 +86,7 @@ def no_signal(folder):
     return results, changed(before, state_of(trainer)), len(before)
 
 
-def test_a_step_without_action_tokens_changes_nothing(folder):
+def test_a_step_without_action_tokens_changes_nothing(folder):  # NRM-04
     ((results, moved, num_compared),) = run_ranks(1, no_signal, folder)
     assert moved == [] and num_compared > 100
     for result in results:
@@ -148,7 +148,7 @@ def in_one_piece(folder):
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
 def test_the_loss_is_the_mean_over_all_action_tokens_however_they_are_grouped(folder, in_one_piece, grouping):
-    """The mean of micro-batch means would say 3.0."""
+    """NRM-02: the mean of micro-batch means would say 3.0."""
     for loss, norm, head in run_ranks(len(GROUPINGS[grouping]), regrouped, folder, GROUPINGS[grouping]):
         assert loss == pytest.approx(2.5, rel=1e-6)
         assert norm == pytest.approx(in_one_piece[1], rel=1e-5)
@@ -282,7 +282,7 @@ def at_temperature(folder, temperature):
     return metrics, weights_of(trainer.models.value), value
 
 
-def test_temperature_never_touches_values(folder):
+def test_temperature_never_touches_values(folder):  # VAL-02
     (cold,) = run_ranks(1, at_temperature, folder, 0.5)
     (hot,) = run_ranks(1, at_temperature, folder, 2.0)
     assert torch.equal(cold[2], hot[2]) and cold[2].abs().max() > 0

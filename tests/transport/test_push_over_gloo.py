@@ -76,7 +76,7 @@ def push_twice(port):
     return got
 
 
-def test_every_tensor_arrives_whole_once_and_new_each_time():
+def test_every_tensor_arrives_whole_once_and_new_each_time():  # WSY-09
     results = run_ranks(4, push_twice, free_port())
     assert results[0] == results[1] == [the_plan().num_bytes] * 2
     for received in results[2:]:

@@ -365,7 +365,7 @@ def test_a_tensor_that_a_trainer_lacks_stops_the_push_no_version_is_published_an
     assert run(scenario, setup) == (["sent", "sent"], version, setup.fresh)
 
 
-def test_finish_without_a_push_publishes_nothing(setup):
+def test_finish_without_a_push_publishes_nothing(setup):  # WSY-09
     version = setup.next_version()
 
     async def scenario(client):
@@ -382,7 +382,7 @@ def test_finish_without_a_push_publishes_nothing(setup):
     assert run(scenario, setup) == (version, setup.fresh)
 
 
-def test_a_version_that_falls_is_refused(setup):
+def test_a_version_that_falls_is_refused(setup):  # WSY-10
     async def scenario(client):
         with pytest.raises(EngineError, match="policy_version must rise"):
             await setup.push(client, "B", setup.version)
