@@ -1,8 +1,8 @@
 # Sourced, not run: `source launch/env.sh` creates or reuses the Python environment and activates it (bash).
 #
-# The environment lies outside the clone, under $MEGATRON_SAO_HOME (default: the user's cache folder), and is keyed by the
-# pinned list of packages, so that a second clone with the same list installs nothing. To use an environment of your own
-# (a container on GPU nodes, say) set MEGATRON_SAO_PYTHON to its python.
+# The environment lies outside the clone, under $MEGATRON_SAO_HOME (default: the user's cache folder), and is keyed by
+# the pinned list of packages, so that a second clone with the same list installs nothing. To use an environment of your
+# own (a container on GPU nodes, say) set MEGATRON_SAO_PYTHON to its python.
 
 sao_say() { printf '[env] %s\n' "$*" >&2; }
 

@@ -2,8 +2,8 @@
 
     source launch/env.sh; python tools/check_export.py runs/local
 
-Starts one vLLM server on the exported folder, continues greedily the prompts that the engines of the run continued after
-the last push, and prints
+Starts one vLLM server on the exported folder, continues greedily the prompts that the engines of the run continued
+after the last push, and prints
 
     CHECK export prompts=32 equal=32 max_logp_diff=0.0e+00
 

@@ -21,7 +21,7 @@ DRY_RUN = {"dry-run": "print the resolved configuration with derived numbers, an
 class Options:
     """What was asked for on a command line."""
 
-    config_path: str | None
+    config_path: str | None  # None = the built-in defaults
     overrides: tuple[str, ...]  # each "section.key=value"
     switches: frozenset[str]  # those given, without dashes
     values: Mapping[str, str]  # the command's own options that take a value
@@ -37,7 +37,6 @@ def parse_options(
     about: str,
     switches: Mapping[str, str] = DRY_RUN,
     values: Mapping[str, str] | None = None,
-    default_config: str | None = None,
 ) -> Options:
     """Sorts arguments into a config path, overrides, switches and values.
 
@@ -46,7 +45,6 @@ def parse_options(
         about: one sentence for --help.
         switches: the command's options without a value, name -> help.
         values: the command's options with a value, name -> help; `--name value` or `--name=value`.
-        default_config: used when no CONFIG is given; None = the built-in defaults.
     Raises:
         ConfigError: with every fault of the command line. SystemExit(0) after --help.
     """
@@ -89,7 +87,7 @@ def parse_options(
     if faults:
         raise ConfigError("\n  ".join(["the command line cannot be read (--help shows what is allowed):", *faults]))
     return Options(
-        config_path=paths[0] if paths else default_config,
+        config_path=paths[0] if paths else None,
         overrides=tuple(overrides),
         switches=frozenset(name for name in given if name in switches),
         values={name: value for name, value in given.items() if name in values},

@@ -2,8 +2,8 @@
 
 Owns `metrics.jsonl` and the folder `tensorboard` of a run. A line is
     {"time_s": unix time, "phase": "train", "step": 12, "rollout/pass_rate": 0.5, ...}
-Invariants: every line is complete JSON (ASCII; NaN and infinities as the strings "nan", "inf", "-inf") and on its way to
-disk when `log` returns; writing never raises because of what a value is.
+Invariants: every line is complete JSON (ASCII; NaN and infinities as the strings "nan", "inf", "-inf") and on its way
+to disk when `log` returns; writing never raises because of what a value is.
 """
 
 import json

@@ -172,7 +172,7 @@ class EngineProcess:
             connection.close()
 
     def _dead_worker(self) -> str | None:
-        """A process below the server that has ended: "VLLM::EngineCore (pid 4711)"; the server may not notice at once."""
+        """A process below the server that has ended, "VLLM::EngineCore (pid 4711)": the server may not notice soon."""
         for worker, name in self._workers.items():
             try:
                 if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:

@@ -2,8 +2,8 @@
 
     python -m megatron_sao.rollout.process_guard COMMAND ARG...      (stdin: a pipe that the parent holds open)
 
-A parent that is killed cannot clean up, vLLM asked to end while it starts may wait for ever, and torchrun puts each rank
-into a session of its own, out of reach of a signal to its process group. So this small process adopts every orphan
+A parent that is killed cannot clean up, vLLM asked to end while it starts may wait for ever, and torchrun puts each
+rank into a session of its own, out of reach of a signal to its process group. So this small process adopts every orphan
 below it, starts the command and waits: when the command ends, it kills what the command left behind and ends with the
 same exit code; when the pipe closes, because the parent is gone or wants it so, it kills everything. SIGTERM is passed
 on to the command. Linux only; it starts in a moment and takes a few MB.

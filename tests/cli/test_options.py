@@ -39,8 +39,7 @@ def test_config_overrides_switches_and_values_in_any_order():
 
 def test_without_arguments_the_default_configuration_is_used():
     assert parse().config_path is None
-    assert parse(default_config="configs/local.toml").config_path == "configs/local.toml"
-    assert parse("mine.toml", default_config="configs/local.toml").config_path == "mine.toml"
+    assert parse("mine.toml").config_path == "mine.toml"
 
 
 def test_a_value_may_hold_an_equals_sign_or_be_empty():

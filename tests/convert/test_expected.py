@@ -10,7 +10,8 @@ from megatron_sao.transport.hf_shapes import read_shapes
 from tests.support.folders import make_folder
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3_moe", False), ("qwen3_moe", True), ("qwen3", False), ("qwen3", True)])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
 def test_expects_what_transformers_writes(tmp_path, family, tied):
     folder = make_folder(tmp_path, family=family, tied=tied)
     config = json.loads((folder / "config.json").read_text())
@@ -27,7 +28,8 @@ SMALL = {
 def test_names_the_missing_tensor_and_its_shape():
     held = expected_tensors(SMALL)
     del held["model.layers.0.mlp.down_proj.weight"]
-    with pytest.raises(CheckpointError, match=r"folder here lacks the tensor model.layers.0.mlp.down_proj.weight of shape \[6, 5\]$"):
+    message = r"folder here lacks the tensor model.layers.0.mlp.down_proj.weight of shape \[6, 5\]$"
+    with pytest.raises(CheckpointError, match=message):
         check_tensors(held, SMALL, "here")
 
 

@@ -43,7 +43,8 @@ def megatron_logp(folder, layout):
     exporter = Exporter(chunks, shape, world)
     check_names(exporter.slices_by_rank, hf, shape)
     pieces = [(p, exporter.view(p).clone()) for p in exporter.slices_by_rank[world.rank]]
-    return share.batch.token_ids, scatter_to_share(reports, "logp", share), scatter_to_share(reports, "entropy", share), pieces
+    logp, entropy = (scatter_to_share(reports, name, share) for name in ("logp", "entropy"))
+    return share.batch.token_ids, logp, entropy, pieces
 
 
 def reference(folder):

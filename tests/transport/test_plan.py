@@ -24,7 +24,8 @@ def layer(i: int) -> str:
 def test_order_is_embeddings_layers_head_and_experts_stay_with_their_layer():
     items = [
         whole("lm_head.weight", 4), whole(f"{layer(10)}.mlp.experts.0.up_proj.weight", 4),
-        whole("model.norm.weight", 4), whole(f"{layer(2)}.mlp.experts.11.up_proj.weight", 4), whole("model.embed_tokens.weight", 4),
+        whole("model.norm.weight", 4), whole(f"{layer(2)}.mlp.experts.11.up_proj.weight", 4),
+        whole("model.embed_tokens.weight", 4),
     ]  # fmt: skip
     plan = make_plan([items], bucket_bytes=1 << 20)
     assert [item.name for bucket in plan.buckets for item in bucket.items] == [
