@@ -62,10 +62,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def num_tokens(self) -> int:
+        """T: observations and actions."""
         return len(self.token_ids)
 
     @property
     def num_action_tokens(self) -> int:
+        """Tokens that the sampler wrote."""
         return int(self.action_mask.sum())
 
     @property
@@ -139,25 +141,35 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to Hello: every engine has joined the weight group."""
+
     num_engines: int
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to NeedBatch."""
+
     step: int
     trajectories: list[Trajectory]
     metrics: dict[str, float]  # e.g. {"schedule/dropped_stale": 0.0, "schedule/wait_s": 0.4, "schedule/buffered": 12.0}
 
 
 class PushGo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to PushRequest: engines are paused and receive."""
+
     policy_version: int
 
 
 class PushDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to PushSent: every engine serves the new version."""
+
     policy_version: int
     metrics: dict[str, float]  # {"push/pause_s": ..., "push/transfer_s": ..., "push/resume_s": ...}
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to EvalRequest."""
+
     name: str
     pass_rate: float  # share of episodes with reward >= 1
     mean_reward: float
@@ -165,7 +177,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    pass
+    """Answer to StepReport and Goodbye: heard."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -110,6 +110,10 @@ def test_imports_where_others_are_absent(parts, absent):
     ]
     assert len(modules) > len(parts)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, absent, *modules], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT, absent, *modules],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr

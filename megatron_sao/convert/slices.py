@@ -38,6 +38,8 @@ class TensorRanks:
 
 @dataclass(frozen=True)
 class WeightSlice:
+    """Rows (or columns) of a HF tensor and where they stand in a local one; see above."""
+
     hf_name: str
     full_shape: tuple[int, ...]  # of the HF tensor, true vocabulary
     dim: int  # dim that start and length count along; 0 for a whole tensor
@@ -49,10 +51,12 @@ class WeightSlice:
 
     @property
     def is_whole(self) -> bool:
+        """Whether it is all of its HF tensor."""
         return self.length == self.full_shape[self.dim]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the slice itself."""
         return (*self.full_shape[: self.dim], self.length, *self.full_shape[self.dim + 1 :])
 
 

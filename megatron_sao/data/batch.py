@@ -5,7 +5,8 @@ Index rule, everywhere in this project: entry i of a per-token tensor is ABOUT t
 its trajectory. `logp[i]` scores token i, `value[i]` judges the prefix before token i, `advantage[i]` belongs to the
 choice of token i.
 A decoder's output at position j, however, is about token j + 1. `to_decoder` and `from_decoder` are the only two
-functions that convert between the two readings. The first token of a trajectory has no prefix: it is never an action.
+functions that convert between the two readings of packed tokens. The first token of a trajectory has no prefix: it is
+never an action.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,14 +38,17 @@ class PackedBatch:
 
     @property
     def num_trajectories(self) -> int:
+        """N."""
         return len(self.starts) - 1
 
     @property
     def num_tokens(self) -> int:
+        """S."""
         return len(self.token_ids)
 
     @property
     def num_action_tokens(self) -> int:
+        """Tokens on the action mask."""
         return int(self.action_mask.sum())
 
     def lengths(self) -> torch.Tensor:
@@ -56,6 +60,7 @@ class PackedBatch:
         return torch.repeat_interleave(torch.arange(self.num_trajectories), self.lengths())
 
     def to(self, device: torch.device | str) -> "PackedBatch":
+        """The same batch on another device."""
         return PackedBatch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     def select(self, numbers: Sequence[int]) -> "PackedBatch":

@@ -18,11 +18,13 @@ from megatron_sao.config.value import Groups
 from megatron_sao.errors import ConfigError
 from megatron_sao.parallel.exchange import gather_objects
 
-GROUPS = ("attention", "norms", "embeddings", "router", "experts", "shared_experts", "dense_mlp", "head")
+GROUPS = tuple(Groups.model_fields)
 
 
 @dataclass(frozen=True)
 class GroupedParameter:
+    """A parameter and the group whose role it has."""
+
     name: str
     group: str
     parameter: torch.nn.Parameter

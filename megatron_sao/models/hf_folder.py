@@ -67,12 +67,15 @@ class HFFolder:
         return {name: opened[shard] for name, shard in index.items()}
 
     def names(self) -> list[str]:
+        """HF names of all tensors."""
         return list(self._file_of)
 
     def has(self, name: str) -> bool:
+        """Whether the folder holds this tensor."""
         return name in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor that the folder holds."""
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def read(self, name: str, full_shape: tuple[int, ...], dim: int, start: int, length: int) -> torch.Tensor:

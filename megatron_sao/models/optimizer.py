@@ -34,6 +34,7 @@ class Learner:
     schedule: OptimizerParamScheduler
 
     def zero_grad(self) -> None:
+        """Effect: forgets the gradients of the last step."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -65,6 +66,7 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
+        """Of the next update; the largest of all groups."""
         return max((group["lr"] for group in self.optimizer.param_groups), default=0.0)
 
 

@@ -8,6 +8,7 @@ from megatron_sao.models.cpu_modules import PackedAttention, RMSNorm
 
 
 def uses_transformer_engine() -> bool:
+    """Whether models are made of transformer-engine's modules."""
     return torch.cuda.is_available()
 
 

@@ -24,6 +24,7 @@ _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 
 def tensor_ranks(world: World) -> TensorRanks:
+    """The part of a rank's place that cuts weights."""
     return TensorRanks(
         tp=world.tp,
         tp_size=world.tp_size,

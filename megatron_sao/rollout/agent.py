@@ -61,8 +61,8 @@ async def run_episode(
     are used up. A cut episode has the reward that the environment gave with its last step, 0 if it gave none.
 
     Raises:
-        Unscored: nothing to train on: no room for even one action, no reward or one that is not finite (of a turn, too),
-            or an environment that does not answer.
+        Unscored: nothing to train on: no room for even one action, no reward, a reward (of a turn, too) that is not
+            finite, or an environment that does not answer.
         DataError, EngineError: a malformed sample or reward, a failed engine.
     """
     episode = environment.start(prompt.task)

@@ -112,6 +112,7 @@ class EngineClient:
         return _version_number(label, self.unnamed_version, self.url)
 
     async def is_paused(self) -> bool:
+        """Whether the server holds its requests back."""
         return bool((await self._call("GET", "/is_paused"))["is_paused"])
 
     async def pause(self) -> None:
@@ -128,6 +129,7 @@ class EngineClient:
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def start_weight_update(self) -> None:
+        """Effect: the server must be paused; from here on it takes weights."""
         await self._call("POST", "/start_weight_update")
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:

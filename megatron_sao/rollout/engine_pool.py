@@ -41,6 +41,7 @@ class EnginePool:
 
     @property
     def engines(self) -> list[EngineClient]:
+        """The clients, in the order in which they were given."""
         return [slot.engine for slot in self._slots]
 
     @property

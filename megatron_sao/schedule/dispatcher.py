@@ -59,6 +59,7 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
+        """Episodes that run now."""
         return len(self._episodes)
 
     def start(self) -> None:

@@ -79,6 +79,7 @@ class Ledger:
 
     @property
     def num_issued(self) -> int:
+        """Prompts issued so far."""
         return len(self._states)
 
     def issue(self, prompt: Prompt) -> None:

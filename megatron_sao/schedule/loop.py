@@ -72,7 +72,7 @@ class ScheduleSettings:
 
 
 class Observer(Protocol):
-    """Who writes down what happens. Called from a thread of its own, never two at a time."""
+    """Who writes down what happens. `stepped` and `evaluated` run in a thread beside the loop, never two at a time."""
 
     def waited(self, phase: str, num_ready: int, num_needed: int) -> None:
         """A step waits for trajectories. Called from the event loop: must be quick."""

@@ -38,6 +38,7 @@ class Outcome:
             self.lag0_logp_diff_max = max(self.lag0_logp_diff_max, metrics.get("dis/max_abs_logp_diff/lag0", 0.0))
 
     def summary(self) -> dict[str, float]:
+        """What the last line and `result.json` report."""
         return {
             "logp_diff_lag0_max": self.lag0_logp_diff_max,
             "lag0_tokens": self.lag0_tokens,

@@ -40,6 +40,8 @@ class Models:
 
 @dataclass(frozen=True)
 class StepResult:
+    """What one step did to the models."""
+
     has_trained: bool  # False: no action token in the step, nothing was touched
     has_updated_policy: bool = False  # True: there is a new version to push
     metrics: dict[str, float] = field(default_factory=dict)

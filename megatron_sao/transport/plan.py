@@ -91,6 +91,7 @@ class PushPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def max_bucket_bytes(self) -> int:
+        """Size of the one buffer that a rank needs."""
         return max((bucket.num_bytes for bucket in self.buckets), default=0)
 
     @property

@@ -31,7 +31,7 @@ def whitening(parts):
 
 
 def test_whitening_uses_one_mean_and_one_variance_for_all_ranks():
-    """NRM-06: mean 3, unbiased variance 4 over the three action tokens; a rank without tokens joins, or all would hang."""
+    """NRM-06: mean 3, unbiased variance 4 over the three action tokens; a rank without any joins, or all would hang."""
     results = run_ranks(3, whitening, WHITENING)
     assert [found for found, _ in results] == [[-1, 0], [], [1, 0]]
     assert all(merged == [3, 9, 35] for _, merged in results)
