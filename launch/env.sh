@@ -45,11 +45,16 @@ sao_activate() {
     mkdir -p "$home" || return 1
     if [ -n "${MEGATRON_SAO_PYTHON:-}" ]; then
         folder=$(dirname "$(dirname "$MEGATRON_SAO_PYTHON")")
+        if ! sao_is_supported "$folder/bin/python"; then
+            sao_say "MEGATRON_SAO_PYTHON = $MEGATRON_SAO_PYTHON is not FOLDER/bin/python of a Python 3.12 or 3.13"
+            return 1
+        fi
     else
         key=$(sha256sum <"$sao_root/launch/requirements-cpu.txt" | cut -c1-12)
         folder=$home/env-$key
         if [ ! -e "$folder/complete" ]; then # one installer at a time; who waited finds it done
-            (flock --wait 900 9 && { [ -e "$folder/complete" ] || sao_install "$folder"; }) 9>"$home/install.lock" || return 1
+            (flock --wait 900 9 && { [ -e "$folder/complete" ] || sao_install "$folder"; }) 9>"$home/install.lock" ||
+                return 1
         fi
     fi
     sao_say "using the environment $folder"
