@@ -63,6 +63,7 @@ sao_activate() {
     unset PYTHONDONTWRITEBYTECODE # without compiled files each process spends 15-30 s more on imports
     export PYTHONPYCACHEPREFIX=${PYTHONPYCACHEPREFIX:-$home/pyc}
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+    export HF_HUB_DISABLE_PROGRESS_BARS=${HF_HUB_DISABLE_PROGRESS_BARS:-1} # of each file of a model; ours say more
     hash -r
 }
 

@@ -18,7 +18,7 @@ from megatron_sao.observe.trajectories import read_trajectories
 from tests.support.local_run import CLONE, SMALL_RUN, LocalRun
 
 NUM_STEPS = 5
-NUM_EVAL_PROMPTS = 40
+NUM_EVAL_PROMPTS = 32
 BATCH = 16
 MAX_STALENESS = 2
 
