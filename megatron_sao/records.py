@@ -14,6 +14,11 @@ import numpy as np
 
 NO_VERSION = -1  # version_t of a token that no sampler wrote (observation)
 
+# Phases of a run, as they stand in messages and metrics.
+PRETRAIN = "value_pretrain"  # one batch, many value updates, each with a StepReport; the next request closes the batch
+WARMUP = "value_warmup"  # steps of the value model alone: the policy and its version stay
+TRAIN = "train"  # steps of both models; the one phase that moves the version
+
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One issued task. The same row of a data set issued in two epochs makes two prompts."""
@@ -97,7 +102,7 @@ class NeedBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer: Batch. `policy_version` is the version that trains the batch; lag is measured against it."""
 
     step: int
-    phase: str  # "value_pretrain" | "value_warmup" | "train"
+    phase: str  # PRETRAIN | WARMUP | TRAIN
     num_trajectories: int
     policy_version: int
 

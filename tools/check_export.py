@@ -18,7 +18,7 @@ import msgspec
 
 from megatron_sao.cli.local import engine_settings
 from megatron_sao.cli.options import run_command
-from megatron_sao.cli.train import EXPORT_FOLDER
+from megatron_sao.cli.files import EXPORT_FOLDER
 from megatron_sao.config import load_config
 from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.engine_client import EngineClient

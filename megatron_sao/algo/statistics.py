@@ -104,3 +104,9 @@ def calibration_table(sums: Tensor, *, low: float, high: float) -> list[Calibrat
         for i, (count, value, target) in enumerate(sums.T.tolist())
         if count > 0
     ]
+
+
+def calibration_error(rows: list[CalibrationRow]) -> float:
+    """Mean over tokens of |mean value - mean target| of their bin; 0.0 without tokens."""
+    num_tokens = sum(row.num_tokens for row in rows)
+    return sum(row.num_tokens * abs(row.mean_value - row.mean_target) for row in rows) / max(num_tokens, 1)

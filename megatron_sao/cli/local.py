@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_sao.cli.child import ChildProcess
+from megatron_sao.cli.files import CONFIG_FILE, EXPORT_FOLDER, RESULT_FILE
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model
-from megatron_sao.cli.train import EXPORT_FOLDER, RESULT_FILE
 from megatron_sao.config import Config, describe, to_toml
 from megatron_sao.errors import EngineError, ProtocolError, SaoError
 from megatron_sao.observe.progress import Progress
@@ -44,7 +44,7 @@ def run(config: Config, started: float) -> None:
     model_folder = prepare_model(config)
     check_model(config, model_folder)
     run_folder = new_run_folder(Path(config.run.folder) / config.run.name)
-    config_path = run_folder / "config.toml"
+    config_path = run_folder / CONFIG_FILE
     config_path.write_text(to_toml(config))
     say(f"run folder {run_folder}, logs in {run_folder / 'logs'}")
     with ExitStack() as running:

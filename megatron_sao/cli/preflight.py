@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from megatron_sao.config import Config, check_layout_is_built, check_model_fits
+from megatron_sao.config import Config, check_arm_is_built, check_layout_is_built, check_model_fits
 from megatron_sao.convert.expected import check_tensors
 from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.environment import make_environment
@@ -22,6 +22,7 @@ def check_before_start(config: Config) -> None:
     Raises: ConfigError, DataError.
     """
     check_layout_is_built(config)
+    check_arm_is_built(config)
     _check_tasks(config)
     _check_ports(config)
     _check_run_folder(Path(config.run.folder))

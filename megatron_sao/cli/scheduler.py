@@ -9,7 +9,6 @@ said that it finished; `scheduler_summary.json` says what became of every prompt
 import asyncio
 import json
 import logging
-import math
 import os
 import signal
 import time
@@ -19,15 +18,15 @@ from typing import Any
 
 import msgspec
 
+from megatron_sao.cli.files import ADDRESS_FILE, LEDGER_FILE, SUMMARY_FILE
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.config import Config, derived_numbers
-from megatron_sao.config.derived import num_pretrain_holdout
 from megatron_sao.errors import ConfigError, EngineError, ProtocolError
 from megatron_sao.observe.metrics import MetricsSink
 from megatron_sao.observe.progress import Progress
 from megatron_sao.observe.report import write_report
 from megatron_sao.observe.trajectories import trajectories_path, write_trajectories
-from megatron_sao.records import EvalResult, Prompt, StepReport, Trajectory
+from megatron_sao.records import PRETRAIN, TRAIN, WARMUP, EvalResult, Prompt, StepReport, Trajectory
 from megatron_sao.rollout.agent import EpisodeSettings, run_episode
 from megatron_sao.rollout.chat import Chat
 from megatron_sao.rollout.engine_client import EngineClient
@@ -36,14 +35,11 @@ from megatron_sao.rollout.environment import Environment, Task, make_environment
 from megatron_sao.rollout.greedy import GREEDY_FILE, MAX_PROMPTS, MAX_TOKENS, GreedyRecord, continue_greedily
 from megatron_sao.rollout.prompts import PromptSource, read_prompt_file, without_overlong
 from megatron_sao.schedule.ledger import Ledger
-from megatron_sao.schedule.loop import PRETRAIN_PHASE, Scheduler, ScheduleSettings
+from megatron_sao.schedule.loop import Scheduler, ScheduleSettings
 from megatron_sao.transport.channel import SchedulerChannel
 
 log = logging.getLogger(__name__)
 
-LEDGER_FILE = "ledger.sqlite"
-ADDRESS_FILE = "scheduler.json"
-SUMMARY_FILE = "scheduler_summary.json"
 EVAL_SEED = 0  # held-out prompts are the same for every run.seed, so that runs can be compared
 
 _ABOUT = "Serve one trainer: prompts, rollouts on running engines, freshness, and the moment of each weight push."
@@ -170,15 +166,15 @@ class RunObserver:
         self._progress = Progress()
         self._progress.__enter__()
         self._totals = {
-            PRETRAIN_PHASE: _num_pretrain_reports(config),
-            "value_warmup": config.value.warmup_steps,
-            "train": config.run.steps,
+            PRETRAIN: 1 + derived_numbers(config)["pretrain_updates"],  # one report before the first update
+            WARMUP: config.value.warmup_steps,
+            TRAIN: config.run.steps,
         }
         self._num_steps: dict[str, int] = {}
 
     def waited(self, phase: str, num_ready: int, num_needed: int) -> None:
         """Only long waits are worth a bar: pretraining's trajectories and evaluations."""
-        if phase == PRETRAIN_PHASE or phase.startswith("eval"):
+        if phase == PRETRAIN or phase.startswith("eval"):
             self._progress.update(f"{phase}: episodes", num_ready, num_needed)
 
     def stepped(self, report: StepReport, metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
@@ -289,15 +285,6 @@ def _settings(config: Config) -> ScheduleSettings:
         push_timeout_s=config.push.timeout_s,
         push_backend=config.push.backend,
     )
-
-
-def _num_pretrain_reports(config: Config) -> int:
-    """One before the first update, one for each update."""
-    value = config.value
-    if not value.pretrain_trajectories:
-        return 0
-    num_trained = value.pretrain_trajectories - num_pretrain_holdout(value)
-    return 1 + value.pretrain_epochs * math.ceil(num_trained / value.pretrain_batch_trajectories)
 
 
 def _turn_termination_into_cancellation() -> None:

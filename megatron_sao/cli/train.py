@@ -12,14 +12,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_sao.cli.files import ADDRESS_FILE, EXPORT_FOLDER, RESULT_FILE
 from megatron_sao.cli.options import parse_options, run_command
 from megatron_sao.cli.preflight import check_model
 from megatron_sao.config import Config, check_world_size
 from megatron_sao.errors import ConfigError, ProtocolError, SaoError
 
-ADDRESS_FILE = "scheduler.json"  # written by cli/scheduler.py
-RESULT_FILE = "result.json"
-EXPORT_FOLDER = "export"
 SCHEDULER_WAIT_S = 300.0
 REPEAT_AFTER_S = 3.0  # most faults meet every rank: rank 0 speaks, and its end makes torchrun stop the others
 

@@ -1,6 +1,11 @@
 """The configuration of a run: one file per section, strict, checked as a whole. Imports nothing heavy."""
 
-from megatron_sao.config.check import check_layout_is_built, check_world_size
+from megatron_sao.config.check import (
+    check_arm_is_built,
+    check_device,
+    check_layout_is_built,
+    check_world_size,
+)
 from megatron_sao.config.config import Config
 from megatron_sao.config.derived import derived_numbers, describe, max_in_flight
 from megatron_sao.config.keys import help_on_keys
@@ -10,6 +15,8 @@ from megatron_sao.config.write import to_toml
 
 __all__ = [
     "Config",
+    "check_arm_is_built",
+    "check_device",
     "check_layout_is_built",
     "check_model_fits",
     "check_world_size",

@@ -53,6 +53,21 @@ def check_layout_is_built(cfg: Config) -> None:
         )
 
 
+def check_arm_is_built(cfg: Config) -> None:
+    """Raises ConfigError for an arm that can be described (--dry-run) but not run as a whole yet."""
+    if cfg.algo.baseline == "group":
+        raise ConfigError(
+            f"algo.arm = {cfg.algo.arm!r}: a step would have to take whole groups of rollouts, which the scheduler does"
+            " not do yet, and the mean of half a group is a wrong baseline; use an arm without a group baseline"
+        )
+
+
+def check_device(cfg: Config, has_cuda: bool) -> None:
+    """Raises ConfigError for settings that need a GPU where there is none."""
+    if cfg.push.backend == "nccl" and not has_cuda:
+        raise ConfigError('push.backend = "nccl" needs CUDA in the trainer and the engines; use "gloo" here')
+
+
 # ---- the checks; a parameter names the section it gets ---------------------------------------------------------
 
 
@@ -193,6 +208,14 @@ def _value_stages_can_run(value: Value) -> Iterator[str]:
             )
 
 
+def _learner_and_sampler_agree(model: Model, engine: Engine) -> Iterator[str]:
+    if engine.dtype != model.dtype:
+        yield (
+            f"engine.dtype = {engine.dtype!r} is not model.dtype = {model.dtype!r}: sampler and learner would score"
+            " tokens differently at lag 0; set both to the same"
+        )
+
+
 _CHECKS: list[Callable[..., Iterator[str]]] = [
     _one_source_of_weights,
     _demonstration_model_fits,
@@ -205,4 +228,5 @@ _CHECKS: list[Callable[..., Iterator[str]]] = [
     _value_model_can_learn,
     _value_loss_is_whole,
     _value_stages_can_run,
+    _learner_and_sampler_agree,
 ]

@@ -26,6 +26,7 @@ FAMILIES = ("qwen3_moe", "qwen3")
 # Fields that change what the model computes and of which only one reading is built. Absent = that reading.
 _ONLY = {
     "hidden_act": ("silu",),
+    "attention_bias": (False,),
     "use_sliding_window": (False,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),

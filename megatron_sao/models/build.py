@@ -59,7 +59,6 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
         num_query_groups=shape.num_kv_groups,
         kv_channels=shape.head_dim,
         ffn_hidden_size=required(hf_config, "intermediate_size"),
-        add_qkv_bias=bool(hf_config.get("attention_bias", False)),
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,

@@ -25,7 +25,7 @@ NEVER = 2**31  # steps after which a constant schedule would end
 
 
 @dataclass
-class Learner:
+class TrainedModel:
     """A model that learns: its chunks as built, the same chunks wrapped, the optimizer and the schedule."""
 
     chunks: list[MegatronModule]
@@ -74,9 +74,9 @@ def _grad_buffers(chunk: DistributedDataParallel) -> list:
     return chunk.buffers + chunk.expert_parallel_buffers
 
 
-def make_learner(
+def make_trained_model(
     chunks: list[MegatronModule], config: Optimizer, lr_multipliers: dict[str, float] | None = None
-) -> Learner:
+) -> TrainedModel:
     """Wrap chunks (already loaded, already frozen where they shall be) and build optimizer and schedule.
 
     Args:
@@ -88,7 +88,7 @@ def make_learner(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=True,
-        check_for_nan_in_grad=False,  # `Learner.update` leaves a bad step out instead
+        check_for_nan_in_grad=False,  # `TrainedModel.update` leaves a bad step out instead
     )
     wrapped = [
         DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=number > 0)
@@ -130,4 +130,4 @@ def make_learner(
         wd_incr_style="constant",
     )
     model_config.grad_scale_func = optimizer.scale_loss
-    return Learner(chunks, wrapped, optimizer, schedule)
+    return TrainedModel(chunks, wrapped, optimizer, schedule)

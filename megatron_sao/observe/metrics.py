@@ -17,9 +17,10 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from megatron_sao.records import TRAIN
+
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-MAIN_PHASE = "train"  # its metrics keep their names in TensorBoard; those of other phases are put below the phase
 
 
 class MetricsSink:
@@ -36,7 +37,7 @@ class MetricsSink:
 
         Args:
             step: step within the phase.
-            phase: "value_pretrain" | "value_warmup" | "train" | "eval".
+            phase: PRETRAIN, WARMUP or TRAIN of records.py, or "eval".
             metrics: name -> number (or text, which goes to the JSON only). A `phase`, `step` or `time_s` in it does not
                 count.
         """
@@ -44,7 +45,7 @@ class MetricsSink:
         ordered = {name: record.pop(name) for name in ("time_s", "phase", "step")} | dict(sorted(record.items()))
         self._jsonl.write(json.dumps({name: _json_value(value) for name, value in ordered.items()}) + "\n")
         self._jsonl.flush()
-        prefix = "" if phase == MAIN_PHASE else f"{phase}/"
+        prefix = "" if phase == TRAIN else f"{phase}/"  # in TensorBoard, other phases are put below their name
         values = [
             Summary.Value(tag=prefix + name, simple_value=float(value))
             for name, value in metrics.items()

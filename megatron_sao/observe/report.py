@@ -18,7 +18,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from megatron_sao.observe.metrics import MAIN_PHASE, METRICS_FILE, read_metrics
+from megatron_sao.observe.metrics import METRICS_FILE, read_metrics
+from megatron_sao.records import TRAIN, WARMUP
 
 REPORT_FILE = "report.png"
 
@@ -201,9 +202,9 @@ def _points(
     trained = [
         (record.get("schedule/policy_version", record["step"]), record[name])
         for record in records
-        if record["phase"] == MAIN_PHASE and name in record
+        if record["phase"] == TRAIN and name in record
     ]
-    warmed = [r[name] for r in records if r["phase"] == "value_warmup" and name in r] if with_warmup else []
+    warmed = [r[name] for r in records if r["phase"] == WARMUP and name in r] if with_warmup else []
     points = [(index - len(warmed), value) for index, value in enumerate(warmed)] + trained
     if not points:
         return np.empty(0), np.empty(0)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_sao.config import Config, check_layout_is_built, check_world_size
+from megatron_sao.config import Config, check_device, check_layout_is_built, check_world_size
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def start_world(run_config: Config) -> World:
     check_world_size(run_config, int(os.environ.get("WORLD_SIZE", 1)))
     config, seed = run_config.parallel, run_config.run.seed
     check_layout_is_built(run_config)
+    check_device(run_config, torch.cuda.is_available())
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # does nothing on a CPU

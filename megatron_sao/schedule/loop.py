@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 from megatron_sao.errors import DataError, ProtocolError, SaoError
 from megatron_sao.records import (
+    PRETRAIN,
+    TRAIN,
     Abort,
     Ack,
     Batch,
@@ -52,8 +54,6 @@ from megatron_sao.transport.channel import SchedulerChannel
 
 log = logging.getLogger(__name__)
 
-TRAIN_PHASE = "train"  # the one phase whose steps move the version
-PRETRAIN_PHASE = "value_pretrain"  # one batch, many updates: each sends a StepReport, the next request closes the batch
 GOODBYE_REASON = "finished"  # anything else is an error of the trainer
 
 
@@ -207,7 +207,7 @@ class Scheduler:
             raise ProtocolError(f"no trainer said Hello within {timeout_s:.0f} s") from error
 
     async def _answer_to(self, message: TrainerMessage) -> SchedulerMessage:
-        if not isinstance(message, StepReport) and self._batch and self._batch.request.phase == PRETRAIN_PHASE:
+        if not isinstance(message, StepReport) and self._batch and self._batch.request.phase == PRETRAIN:
             self._settle_batch()
         match message:
             case Hello():
@@ -288,7 +288,7 @@ class Scheduler:
         if self._wanted:
             needed = self._wanted.num_trajectories
             # What a value phase takes uses up no version, so it does not count against freshness.
-            extra = needed - (batch_trajectories if self._wanted.phase == TRAIN_PHASE else 0)
+            extra = needed - (batch_trajectories if self._wanted.phase == TRAIN else 0)
         consumed = self._version * batch_trajectories + self._num_unpublished
         room = capacity(
             policy_version=self._version,
@@ -327,7 +327,7 @@ class Scheduler:
         }
         self._batch = _OpenBatch(request, taken, metrics)
         self._ledger.take(self._batch.prompt_ids, phase=request.phase, step=request.step)
-        if request.phase == TRAIN_PHASE:
+        if request.phase == TRAIN:
             self._num_unpublished += len(taken)
         self._dispatcher.fill()
         return Batch(step=request.step, trajectories=taken, metrics=metrics)
@@ -372,14 +372,14 @@ class Scheduler:
     def _take_report(self, report: StepReport) -> Ack:
         batch = self._batch
         is_expected = batch is not None and report.phase == batch.request.phase
-        if not is_expected or (report.step != batch.request.step and report.phase != PRETRAIN_PHASE):
+        if not is_expected or (report.step != batch.request.step and report.phase != PRETRAIN):
             raise ProtocolError(f"StepReport of step {report.step} ({report.phase}) belongs to no open batch")
         if report.policy_version != self._version:
             raise ProtocolError(f"after step {report.step} the trainer holds version {report.policy_version}, "
                                 f"but the engines hold {self._version}")
         batch.num_reports += 1
         batch.was_trained |= report.is_trained
-        if report.phase != PRETRAIN_PHASE:
+        if report.phase != PRETRAIN:
             self._settle_batch()
         return Ack()
 

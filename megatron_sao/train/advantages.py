@@ -48,18 +48,40 @@ class RunningMean:
 
 
 def policy_lambda(share: Share, algo: Algo) -> torch.Tensor:
-    """lambda of each trajectory: [N]. Length-adaptive: 1 - 1 / (alpha * l), l = action (or response) tokens."""
+    """lambda of each trajectory: [N]. Length-adaptive: 1 - 1 / (alpha * l), l = how many steps GAE takes over it.
+
+    l counts action tokens; all tokens from the first action on (`length_counts` "response"); or, where a whole turn is
+    one action, turns.
+    """
     batch = share.batch
     if algo.policy_lambda != "length_adaptive":
         return torch.full((batch.num_trajectories,), float(algo.policy_lambda))
-    owner = batch.trajectory_of_token()
-    counted = batch.action_mask
-    if algo.length_counts == "response":  # everything from the first action token on
-        before = counted.long().cumsum(0) - counted.long()
-        at_start = before[batch.starts[:-1].clamp(max=max(batch.num_tokens - 1, 0))] if batch.num_tokens else before
-        counted = (before - at_start[owner] > 0) | counted
+    owner, mask = batch.trajectory_of_token(), batch.action_mask
+    before = _cumulative_inside(mask, batch.starts)
+    counted = mask
+    if algo.action_level != "token":
+        counted = mask & _is_first_action_of_turn(owner, batch.turn_t, mask)
+    elif algo.length_counts == "response":
+        counted = mask | (before > 0)
     lengths = torch.zeros(batch.num_trajectories, dtype=torch.int64).index_add(0, owner, counted.long())
     return length_adaptive_lambda_n(lengths, algo.alpha)
+
+
+def _cumulative_inside(mask: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """How many tokens of `mask` come before each token in its own trajectory: int64 [S]."""
+    before = torch.nn.functional.pad(mask.long().cumsum(0), (1, 0))
+    return before[:-1] - torch.repeat_interleave(before[starts[:-1]], starts.diff())
+
+
+def _is_first_action_of_turn(owner: torch.Tensor, turn_t: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """True at the first action token of each turn: bool [S]."""
+    at = mask.nonzero().squeeze(-1)
+    key = torch.stack([owner[at], turn_t[at]])
+    is_new = torch.ones(len(at), dtype=torch.bool)
+    is_new[1:] = (key[:, 1:] != key[:, :-1]).any(0)
+    first = torch.zeros_like(mask)
+    first[at[is_new]] = True
+    return first
 
 
 def _estimate(share: Share, value: torch.Tensor, algo: Algo, lam: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

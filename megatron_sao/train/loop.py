@@ -8,11 +8,11 @@ policy publishes the next one. Metrics travel to the scheduler with the report o
 import time
 from pathlib import Path
 
-from megatron_sao.records import Ack, Batch, EvalRequest, EvalResult, Goodbye, NeedBatch, StepReport
+from megatron_sao.records import TRAIN, Ack, Batch, EvalRequest, EvalResult, Goodbye, NeedBatch, StepReport
 from megatron_sao.train.export import export_policy
 from megatron_sao.train.link import SchedulerLink
 from megatron_sao.train.outcome import Outcome
-from megatron_sao.train.phases import TRAIN, Phases
+from megatron_sao.train.phases import Phases
 from megatron_sao.train.pretrain import pretrain_value
 from megatron_sao.train.push import Pusher
 from megatron_sao.train.sao_step import sao_step

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_sao.errors import TrainingError
-from megatron_sao.train.phases import TRAIN
+from megatron_sao.records import TRAIN
 
 MAX_BAD_STEPS = 5  # consecutive steps with a non-finite update, after which the run stops
 

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_sao.config import Config
-
-WARMUP = "value_warmup"  # the value model learns, the policy and its version stay
-TRAIN = "train"
+from megatron_sao.records import TRAIN, WARMUP
 
 
 class Phases:

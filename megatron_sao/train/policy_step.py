@@ -9,7 +9,7 @@ from megatron_sao.config import Config
 from megatron_sao.config.algo import Algo
 from megatron_sao.data.batch import PackedBatch
 from megatron_sao.data.share import MicroBatch, Share
-from megatron_sao.models.optimizer import Learner
+from megatron_sao.models.optimizer import TrainedModel
 from megatron_sao.parallel.exchange import merge_over_data
 from megatron_sao.parallel.schedule import run_schedule
 from megatron_sao.train.logprobs import learner_logprob
@@ -18,11 +18,11 @@ from megatron_sao.train.value_step import step_loss
 
 
 def policy_update(
-    model: Learner, share: Share, advantage: torch.Tensor, config: Config, true_vocab: int
+    model: TrainedModel, share: Share, advantage: torch.Tensor, config: Config, true_vocab: int
 ) -> dict[str, float]:
     """One optimizer step of the policy on the share.
 
-    Learner and sampler are scored at the same (sampling) temperature.
+    TrainedModel and sampler are scored at the same (sampling) temperature.
 
     Args: advantage: float32 [S] over the share; anything off the action mask.
     Returns: metrics of the whole step (loss, gradient norm, rejected fractions, agreement with the sampler by lag).

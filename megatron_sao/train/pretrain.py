@@ -6,15 +6,17 @@ Some trajectories are held out; explained variance on them says how good the jud
 import random
 from collections.abc import Sequence
 
+from megatron_sao.algo.statistics import calibration_error, calibration_sums, calibration_table
 from megatron_sao.config.derived import num_pretrain_holdout
-from megatron_sao.records import Ack, Batch, NeedBatch, StepReport, Trajectory
+from megatron_sao.parallel.exchange import merge_over_data
+from megatron_sao.records import PRETRAIN, Ack, Batch, NeedBatch, StepReport, Trajectory
 from megatron_sao.train.advantages import value_quality, value_targets
 from megatron_sao.train.link import SchedulerLink
 from megatron_sao.train.setup import Trainer
 from megatron_sao.train.value_step import value_update
 from megatron_sao.train.values import infer_values
 
-PHASE = "value_pretrain"
+CALIBRATION = {"low": 0.0, "high": 1.0, "num_bins": 10}  # an outcome reward lies in [0, 1]; the outer bins are open
 
 
 def pretrain_value(trainer: Trainer, link: SchedulerLink) -> None:
@@ -25,12 +27,12 @@ def pretrain_value(trainer: Trainer, link: SchedulerLink) -> None:
     Collective: every rank of the world.
     """
     config, models = trainer.config.value, trainer.models
-    need = NeedBatch(step=0, phase=PHASE, num_trajectories=config.pretrain_trajectories, policy_version=0)
+    need = NeedBatch(step=0, phase=PRETRAIN, num_trajectories=config.pretrain_trajectories, policy_version=0)
     batch: Batch = link.request(need, Batch)
     held_out, training = split(batch.trajectories, num_pretrain_holdout(config), trainer.config.run.seed)
 
     def report(number: int, metrics: dict[str, float], is_trained: bool) -> None:
-        message = StepReport(step=number, phase=PHASE, policy_version=0, is_trained=is_trained, metrics=metrics)
+        message = StepReport(step=number, phase=PRETRAIN, policy_version=0, is_trained=is_trained, metrics=metrics)
         link.request(message, Ack)
 
     number = num_seen = 0
@@ -68,9 +70,15 @@ def split(
 
 
 def held_out_quality(trainer: Trainer, held_out: Sequence[Trajectory]) -> dict[str, float]:
-    """Explained variance and means on episodes that are not trained on. Collective: every rank of the world."""
+    """Explained variance, means and calibration on episodes that are not trained on.
+
+    Collective: every rank of the world.
+    """
     share = trainer.share_of_batch(held_out, 0)
     value = infer_values(trainer.models.value.wrapped, share, trainer.models.readout)
     target = value_targets(share, value, trainer.config.algo)
     quality = value_quality(share, value, target)
+    bins = calibration_sums(value, target, share.batch.action_mask, **CALIBRATION)
+    rows = calibration_table(merge_over_data({"bins": bins})["bins"], low=CALIBRATION["low"], high=CALIBRATION["high"])
+    quality["value/calibration_error"] = calibration_error(rows)
     return {name.replace("value/", "value/heldout_"): number for name, number in quality.items()}

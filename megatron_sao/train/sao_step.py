@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from megatron_sao.config import Config
 from megatron_sao.data.share import Share
-from megatron_sao.models.optimizer import Learner
+from megatron_sao.models.optimizer import TrainedModel
 from megatron_sao.train.advantages import (
     RunningMean,
     group_baseline_advantages,
@@ -31,8 +31,8 @@ from megatron_sao.train.values import ValueReadout, infer_values
 class Models:
     """The two models that live on the same ranks and take turns."""
 
-    policy: Learner
-    value: Learner
+    policy: TrainedModel
+    value: TrainedModel
     readout: ValueReadout
     true_vocab: int
     running_mean: RunningMean = field(default_factory=RunningMean)  # baseline of one control arm

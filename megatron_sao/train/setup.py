@@ -14,7 +14,7 @@ from megatron_sao.errors import DataError, ProtocolError, TrainingError
 from megatron_sao.models.build import build_model
 from megatron_sao.models.groups import freeze, grouped_parameters, manifest
 from megatron_sao.models.hf_folder import HFFolder
-from megatron_sao.models.optimizer import make_learner
+from megatron_sao.models.optimizer import make_trained_model
 from megatron_sao.models.weights import VALUE_HEAD, Exporter, check_names, load_weights, weight_hashes
 from megatron_sao.parallel.exchange import any_rank
 from megatron_sao.parallel.init import World
@@ -93,8 +93,8 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
         config=config,
         world=world,
         models=Models(
-            policy=make_learner(policy, config.policy),
-            value=make_learner(value, config.value, multipliers),
+            policy=make_trained_model(policy, config.policy),
+            value=make_trained_model(value, config.value, multipliers),
             readout=readout,
             true_vocab=shape.vocab,
         ),

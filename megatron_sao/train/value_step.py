@@ -4,14 +4,14 @@ import torch
 
 from megatron_sao.data.batch import to_decoder
 from megatron_sao.data.share import MicroBatch, Share
-from megatron_sao.models.optimizer import Learner
+from megatron_sao.models.optimizer import TrainedModel
 from megatron_sao.parallel.exchange import from_last_stage, merge_over_data
 from megatron_sao.parallel.schedule import is_last_stage, run_schedule
 from megatron_sao.train.values import ValueReadout
 
 
 def value_update(
-    model: Learner, share: Share, target: torch.Tensor, value_before: torch.Tensor, readout: ValueReadout
+    model: TrainedModel, share: Share, target: torch.Tensor, value_before: torch.Tensor, readout: ValueReadout
 ) -> dict[str, float]:
     """loss = sum over action tokens of 0.5 * (V - target)^2 / action tokens of the step; one optimizer step.
 

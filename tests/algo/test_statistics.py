@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_sao.algo.statistics import (
+    calibration_error,
     calibration_sums,
     calibration_table,
     explained_variance,
@@ -91,3 +92,13 @@ def test_calibration_table() -> None:
         (0.75, 1.0, 1),
     ]
     assert table[2].mean_value == pytest.approx(0.65) and table[2].mean_target == pytest.approx(0.5)
+
+
+def test_calibration_error_is_the_gap_of_each_bin_weighted_by_its_tokens():
+    value, target = torch.tensor([0.1, 0.12, 0.9, float("nan")]), torch.tensor([0.0, 1.0, 1.0, float("nan")])
+    bins = dict(low=0.0, high=1.0)
+    mask = torch.tensor([True, True, True, False])
+    # [0.1, 0.2): mean V 0.11, mean target 0.5, two tokens; [0.9, 1.0): 0.9 and 1.0, one token
+    rows = calibration_table(calibration_sums(value, target, mask, num_bins=10, **bins), **bins)
+    assert calibration_error(rows) == pytest.approx((2 * 0.39 + 1 * 0.1) / 3)
+    assert calibration_error([]) == 0.0

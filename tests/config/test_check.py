@@ -4,7 +4,14 @@ DIS-09).
 
 import pytest
 
-from megatron_sao.config import check_layout_is_built, check_model_fits, check_world_size, load_config
+from megatron_sao.config import (
+    check_arm_is_built,
+    check_device,
+    check_layout_is_built,
+    check_model_fits,
+    check_world_size,
+    load_config,
+)
 from megatron_sao.errors import ConfigError
 
 
@@ -296,3 +303,22 @@ def test_one_faulty_section_does_not_hide_faults_between_the_others():
         "run.seed",
         "parallel.ep",
     }
+
+
+def test_an_arm_that_needs_whole_groups_is_refused_before_it_trains_on_half_of_one():
+    with pytest.raises(ConfigError, match="algo.arm = 'grpo'.*whole groups"):
+        check_arm_is_built(load_config(None, ["algo.arm=grpo", "sampling.rollouts_per_prompt=4"]))
+    check_arm_is_built(load_config(None, ["algo.arm=sao"]))
+
+
+def test_nccl_needs_cuda():
+    config = load_config(None, ["push.backend=nccl"])
+    with pytest.raises(ConfigError, match="push.backend"):
+        check_device(config, has_cuda=False)
+    check_device(config, has_cuda=True)
+
+
+def test_learner_and_sampler_use_the_same_number_format():
+    with pytest.raises(ConfigError, match="engine.dtype.*model.dtype"):
+        load_config(None, ["engine.dtype=bfloat16"])
+    assert load_config(None, ["engine.dtype=bfloat16", "model.dtype=bfloat16"]).model.dtype == "bfloat16"

@@ -9,7 +9,7 @@ from megatron_sao.convert.family import read_shape
 from megatron_sao.models.build import build_model
 from megatron_sao.models.groups import freeze, grouped_parameters
 from megatron_sao.models.hf_folder import HFFolder
-from megatron_sao.models.optimizer import make_learner
+from megatron_sao.models.optimizer import make_trained_model
 from megatron_sao.models.weights import load_weights
 from megatron_sao.parallel.cpu_adam import GroupStepAdam
 from megatron_sao.parallel.init import start_world
@@ -30,7 +30,7 @@ def value_learner(folder, overrides):
     hf = HFFolder(folder)
     chunks = build_model("value", hf.config, config.parallel, torch.float32)
     load_weights(chunks, hf, read_shape(hf.config), world)
-    return make_learner(chunks, config.value, freeze(chunks, config.value.groups)), world
+    return make_trained_model(chunks, config.value, freeze(chunks, config.value.groups)), world
 
 
 def set_gradients(learner, fill):

@@ -88,6 +88,15 @@ def test_lambda_by_response_tokens_counts_everything_from_the_first_action_on():
     assert policy_lambda(share(), algo("length_counts=response")).tolist() == []
 
 
+def test_lambda_counts_turns_where_a_turn_is_one_action():
+    two_turns = trajectory(MASK, 1.0, turns=[0, 0, 0, 1, 1, 1, 1])
+    made = share(two_turns, trajectory([0, 1, 1], 1.0), trajectory([0, 0], 1.0))
+    assert made.numbers == [0, 1, 2]
+    found = policy_lambda(made, algo("action_level=turn_average"))
+    assert found.tolist() == pytest.approx([1 - 1 / 3.0, 1 - 1 / 1.5, 0.0])
+    assert policy_lambda(share(), algo("action_level=turn_last")).tolist() == []
+
+
 def test_a_cut_trajectory_ends_in_zero_or_in_its_last_value():
     made = share(trajectory([0, 1, 1], 0.0, is_cut=True), trajectory([0, 1], 0.0))
     value = aligned(made, {0: [NAN, 0.5, 0.25], 1: [NAN, 0.5]})

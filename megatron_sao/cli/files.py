@@ -1,0 +1,8 @@
+"""Names inside a run folder that more than one command knows."""
+
+CONFIG_FILE = "config.toml"  # the resolved configuration
+ADDRESS_FILE = "scheduler.json"  # where the scheduler listens; the trainer waits for it
+LEDGER_FILE = "ledger.sqlite"  # what became of every prompt
+SUMMARY_FILE = "scheduler_summary.json"  # the scheduler's counts, however the run ended
+RESULT_FILE = "result.json"  # the trainer's figures, after a whole run
+EXPORT_FOLDER = "export"  # the policy as a HF folder
