@@ -440,7 +440,7 @@ def test_an_engine_that_dies_is_reported_with_its_log_and_leaves_nothing_behind(
         while time.monotonic() < deadline:
             setup.engine.check_alive()
             time.sleep(0.2)
-    assert f"(pid {group})" in str(caught.value) and "engine.log" in str(caught.value)
+    assert f"(pid {core[0].pid})" in str(caught.value) and "engine.log" in str(caught.value)
     setup.engine.stop()
     assert members(group) == []
 
