@@ -53,22 +53,22 @@ def _check_tasks(config: Config) -> None:
 
 
 def _check_ports(config: Config) -> None:
-    engine, schedule = config.engine, config.schedule
-    if engine.port:
-        for number in range(engine.count):
-            _check_port("engine.port", engine.host, engine.port + number)
-    if schedule.port:
-        _check_port("schedule.port", "127.0.0.1", schedule.port)
+    engine = config.engine
+    for number in range(engine.count):
+        _check_port(engine.host, engine.port and engine.port + number, "engine.port", "engine.host")
+    _check_port("127.0.0.1", config.schedule.port, "schedule.port")
 
 
-def _check_port(key: str, host: str, port: int) -> None:
+def _check_port(host: str, port: int, *keys: str) -> None:
+    """Port 0 (a free one will be picked) still tells whether the address is one of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be used; one in use not
         try:
             probe.bind((host, port))
         except OSError as error:
+            change = " or ".join(keys)
             raise ConfigError(
-                f"nothing can listen on {host}:{port}: {error.strerror}; set {key} to a free port, or to 0 to pick one"
+                f"nothing can listen on {host}:{port}: {error.strerror}; change {change} (port 0 = a free one)"
             ) from error
 
 

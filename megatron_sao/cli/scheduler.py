@@ -2,8 +2,9 @@
 
     python -m megatron_sao.cli.scheduler CONFIG --run-folder runs/local --model MODEL_FOLDER --engines URL[,URL ...]
 
-Engines may still be starting. The trainer finds the scheduler through `scheduler.json` in the run folder. The process exits 0 only after the trainer
-said that it finished; `scheduler_summary.json` says what became of every prompt, however the run ended.
+Engines may still be starting. The trainer finds the scheduler through `scheduler.json` in the run folder. The process
+exits 0 only after the trainer said that it finished; `scheduler_summary.json` says what became of every prompt, however
+the run ended.
 """
 
 import asyncio

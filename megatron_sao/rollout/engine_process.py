@@ -249,8 +249,10 @@ def is_cpu_build() -> bool:
 
 
 def log_excerpt(path: str | Path, num_lines: int = 12, *, only_errors: bool = False) -> str:
-    """The lines of a log that say why a server failed: its last errors, else (unless `only_errors`) its last lines; then
-    where it lies."""
+    """The lines of a log that say why a server failed, then where it lies.
+
+    These are its last errors, or, if it has none and `only_errors` is not asked for, its last lines.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -65,7 +65,7 @@ def test_a_child_that_ends_well_has_no_failure(start):
 
 
 def test_a_child_that_runs_has_no_failure_and_stops_with_all_that_it_started(start):
-    child = start("import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)")
+    child = start("import subprocess, time; subprocess.Popen(['sleep', '9'], start_new_session=True); time.sleep(9)")
     assert child.wait(0.5) is None
     assert child.failure() is None
     child.stop()
@@ -78,7 +78,8 @@ def test_a_foreseen_error_is_its_message_and_exit_code(start):
     child.wait(60)
     failure = child.failure()
     assert failure.exit_code == ConfigError.exit_code
-    assert failure.message == f"the helper failed: two faults:\n  a = 1\n  error: b = 2\n  (whole log: {child.log_path})"
+    said = "two faults:\n  a = 1\n  error: b = 2"
+    assert failure.message == f"the helper failed: {said}\n  (whole log: {child.log_path})"
 
 
 def test_an_unforeseen_error_is_named_and_its_traceback_stays_in_the_log(start):

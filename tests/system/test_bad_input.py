@@ -66,6 +66,16 @@ def check_end(run: MarkedCommand, *words: str, exit_code: int, since_s: float | 
     return messages[0]
 
 
+def check_interrupted(run: LocalRun, since_s: float) -> None:
+    assert run.wait(END_WITHIN_S + 30) == 130
+    seconds = time.monotonic() - since_s
+    print(f"ended {seconds:.1f} s after the signal:\n{run.output}")
+    assert seconds <= END_WITHIN_S
+    assert run.processes() == []
+    assert "Traceback" not in run.output
+    assert run.output.splitlines()[-1] == "interrupted"
+
+
 # ---- before anything starts ------------------------------------------------------------------------------------
 
 
@@ -213,6 +223,11 @@ def test_a_port_in_use(start, tiny_folder, key):
         check_refused(run, f"127.0.0.1:{port}", "in use", key, exit_code=2)
 
 
+def test_an_address_of_another_machine(start, tiny_folder):
+    run = start(*no_warm_start(tiny_folder), "--engine.host", "192.0.2.1")  # reserved for documentation
+    check_refused(run, "192.0.2.1:0", "assign requested address", "engine.host", exit_code=2)
+
+
 def test_a_run_folder_that_cannot_be(start, tiny_folder, tmp_path):
     (tmp_path / "runs").write_text("a file, not a folder")
     run = start(*no_warm_start(tiny_folder))
@@ -263,6 +278,43 @@ def test_a_world_of_another_size(torchrun, tiny_folder):
 def test_a_folder_without_one_of_the_tensors(torchrun, broken_folder):
     (fault,) = remove_a_tensor(broken_folder)
     check_torchrun_refuses(torchrun(2, broken_folder), fault)
+
+
+# ---- while everything starts -----------------------------------------------------------------------------------
+
+
+def wait_until_started(run: LocalRun) -> None:
+    """Engine and ranks are there, in the middle of their imports."""
+    deadline = time.monotonic() + 60
+    while not (run.processes(ENGINE) and run.processes(TORCHRUN) and len(run.processes(TRAINER_RANK)) == 2):
+        assert time.monotonic() < deadline, run.output
+        time.sleep(0.2)
+
+
+def test_prompts_that_leave_no_room_for_an_answer(start, tiny_folder, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{number:020}"}}\n' for number in range(40)))
+    limits = ["--sampling.max_trajectory_tokens", "10", "--sampling.max_tokens_per_turn", "4"]
+    run = start(*no_warm_start(tiny_folder), "--task.prompts_file", str(path), *limits)
+    words = ["the scheduler failed", "all 40 prompts have more than 9 tokens", "sampling.max_trajectory_tokens"]
+    check_end(run, *words, exit_code=3)
+
+
+def test_sigterm_while_everything_starts(start, tiny_folder):
+    run = start(*no_warm_start(tiny_folder))
+    wait_until_started(run)
+    run.send(signal.SIGTERM)
+    check_interrupted(run, time.monotonic())
+
+
+def test_a_launcher_that_is_killed_takes_everything_along(start, tiny_folder):
+    run = start(*no_warm_start(tiny_folder))
+    wait_until_started(run)
+    run.send(signal.SIGKILL)
+    killed_s = time.monotonic()
+    while run.processes() and time.monotonic() < killed_s + END_WITHIN_S:
+        time.sleep(0.1)
+    assert run.processes() == []
 
 
 # ---- in the middle of a run ------------------------------------------------------------------------------------
@@ -323,43 +375,8 @@ def test_a_process_that_is_killed(start, tiny_folder, victim, words, exit_code):
         assert summary["outcome"] != "finished"
 
 
-def check_interrupted(run: LocalRun, since_s: float) -> None:
-    assert run.wait(END_WITHIN_S + 30) == 130
-    seconds = time.monotonic() - since_s
-    print(f"ended {seconds:.1f} s after the signal:\n{run.output}")
-    assert seconds <= END_WITHIN_S
-    assert run.processes() == []
-    assert "Traceback" not in run.output
-    assert run.output.splitlines()[-1] == "interrupted"
-
-
 def test_ctrl_c_in_the_middle(start, tiny_folder):
     run = start_until_training(start, tiny_folder)
     run.send(signal.SIGINT)
     check_interrupted(run, time.monotonic())
     check_nothing_half_written(run)
-
-
-def wait_until_started(run: LocalRun) -> None:
-    """Engine and ranks are there, in the middle of their imports."""
-    deadline = time.monotonic() + 60
-    while not (run.processes(ENGINE) and run.processes(TORCHRUN) and len(run.processes(TRAINER_RANK)) == 2):
-        assert time.monotonic() < deadline, run.output
-        time.sleep(0.2)
-
-
-def test_sigterm_while_everything_starts(start, tiny_folder):
-    run = start(*no_warm_start(tiny_folder))
-    wait_until_started(run)
-    run.send(signal.SIGTERM)
-    check_interrupted(run, time.monotonic())
-
-
-def test_a_launcher_that_is_killed_takes_everything_along(start, tiny_folder):
-    run = start(*no_warm_start(tiny_folder))
-    wait_until_started(run)
-    run.send(signal.SIGKILL)
-    killed_s = time.monotonic()
-    while run.processes() and time.monotonic() < killed_s + END_WITHIN_S:
-        time.sleep(0.1)
-    assert run.processes() == []

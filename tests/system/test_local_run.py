@@ -112,7 +112,8 @@ def test_metrics_name_every_phase_and_step(finished):
 
 def test_metrics_of_a_step_hold_what_the_picture_and_a_reader_need(finished):
     needed = {
-        "rollout/reward_mean", "rollout/pass_rate", "rollout/action_tokens_mean", "lag/mean", "lag/max", "lag/share_ge1",
+        "rollout/reward_mean", "rollout/pass_rate", "rollout/action_tokens_mean", "lag/mean", "lag/max",
+        "lag/share_ge1",
         "dis/rejected", "dis/rejected_low", "dis/rejected_high", "dis/mean_ratio", "dis/kl_k3",
         "dis/max_abs_logp_diff", "value/explained_variance", "value/loss", "policy/loss", "policy/grad_norm",
         "policy/entropy", "push/total_s", "push/pause_s", "schedule/wait_s", "time/step_s",
