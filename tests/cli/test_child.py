@@ -4,6 +4,7 @@ import json
 import sys
 import time
 
+import psutil
 import pytest
 
 from megatron_sao.cli import local
@@ -65,11 +66,18 @@ def test_a_child_that_ends_well_has_no_failure(start):
 
 
 def test_a_child_that_runs_has_no_failure_and_stops_with_all_that_it_started(start):
-    child = start("import subprocess, time; subprocess.Popen(['sleep', '9'], start_new_session=True); time.sleep(9)")
-    assert child.wait(0.5) is None
+    child = start(
+        "import subprocess, time\n"
+        "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    while "\n" not in child.log_path.read_text():
+        assert child.wait(0.05) is None
     assert child.failure() is None
+    below = psutil.Process(int(child.log_path.read_text()))
     child.stop()
     assert child.exit_code is not None
+    assert not below.is_running() or below.status() == psutil.STATUS_ZOMBIE
     child.stop()  # again: harmless
 
 
