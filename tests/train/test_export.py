@@ -102,7 +102,8 @@ def test_side_files_are_copied_and_others_are_not(folders, tmp_path):
 
 
 def in_bfloat16(folder, destination):
-    config = load_config(None, ["model.dtype=bfloat16", "parallel.tp=2", "parallel.ep=2"])
+    layout = ["parallel.tp=2", "parallel.ep=2"]
+    config = load_config(None, ["model.dtype=bfloat16", "engine.dtype=bfloat16", *layout])
     export_policy(build_trainer(config, HFFolder(folder), start_world(config)), destination)
 
 

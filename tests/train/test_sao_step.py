@@ -316,7 +316,7 @@ ARMS = {
     "running mean": ["algo.arm=running_mean"],
     "hl_gauss": ["value.loss=hl_gauss"],
     "cut": ["algo.bootstrap_cut=true"],
-    "bfloat16": ["model.dtype=bfloat16"],
+    "bfloat16": ["model.dtype=bfloat16", "engine.dtype=bfloat16"],
 }
 
 
