@@ -47,10 +47,21 @@ def check_world_size(cfg: Config, world_size: int) -> None:
 
 def check_layout_is_built(cfg: Config) -> None:
     """Raises ConfigError for a layout that can be planned (--dry-run) but not run yet."""
-    if cfg.parallel.cp > 1:
-        raise ConfigError(
-            f"parallel.cp = {cfg.parallel.cp}: packed context parallelism is not available yet; use 1"
-        )
+    for field, built in _BUILT.items():
+        found = getattr(cfg.parallel, field)
+        if found != built:
+            raise ConfigError(f"parallel.{field} = {found!r} is not available yet; use {built!r}")
+
+
+_BUILT = {
+    "cp": 1,
+    "vpp": 1,
+    "first_stage_layers": 0,
+    "last_stage_layers": 0,
+    "expert_dispatcher": "alltoall",
+    "recompute": "none",
+    "offload_sleeping_model": False,
+}
 
 
 def check_arm_is_built(cfg: Config) -> None:

@@ -2,8 +2,11 @@
 
 world = tp * pp * cp * dp. Experts are laid out over the same ranks: etp * ep of them hold one copy of the experts
 of a stage, so etp * ep divides tp * cp * dp. Sequence parallelism is on whenever tp > 1 (Megatron demands it for
-experts).
+experts). With vpp > 1 every pipeline stage holds vpp chunks of consecutive layers that it visits in turn (interleaved
+schedule: a smaller bubble for more messages).
 """
+
+from typing import Literal
 
 from pydantic import Field
 
@@ -17,6 +20,18 @@ class Parallel(Section):
     ep: int = Field(1, ge=1, description="expert parallel: ranks that share the experts of a layer")
     etp: int = Field(1, ge=1, description="expert tensor parallel: ranks that share each expert's matrices")
     dp: int = Field(1, ge=1, description="data parallel: copies of the model")
+    vpp: int = Field(1, ge=1, description="virtual pipeline: chunks of layers on each stage, visited in turn")
+    first_stage_layers: int = Field(0, ge=0, description="layers of the first stage; 0 = as many as the others")
+    last_stage_layers: int = Field(0, ge=0, description="layers of the last stage; 0 = as many as the others")
+    expert_dispatcher: Literal["alltoall", "allgather"] = Field(
+        "alltoall", description="how tokens travel to their experts; allgather pays for few experts per rank"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="what backward computes again instead of keeping: nothing, core attention, whole layers"
+    )
+    offload_sleeping_model: bool = Field(
+        False, description="keep the model that is not at work, with its optimizer state, in host memory"
+    )
     micro_batch_tokens: int = Field(8192, ge=2, description="tokens of one packed micro-batch, all cp ranks together")
     timeout_s: float = Field(300.0, gt=0, description="time one collective may take")
 
