@@ -1,8 +1,8 @@
 """How a model's shape must fit the layout of the trainer and of the engines.
 
-Rules: every split is even. Key/value heads are not replicated (tp must divide them; MLA has none to split).
-Pipeline stages hold equally many layers. A shape is described by the fields of a Hugging Face config.json, whatever
-the model's family.
+Rules: every split is even. Key/value heads are not replicated (tp must divide them; MLA has none to split). How layers
+are cut into pipeline stages stands in stages.py. A shape is described by the fields of a Hugging Face config.json,
+whatever the model's family.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from typing import Any
 from megatron_sao.config.config import Config
 from megatron_sao.config.engine import Engine
 from megatron_sao.config.parallel import Parallel
+from megatron_sao.config.stages import does_not_divide, stage_faults
 from megatron_sao.config.warm_start import WarmStart
 from megatron_sao.errors import ConfigError
 
-_LARGEST_ADVICE = 1024  # larger splits are not suggested
 _EXPERT_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts")  # GLM and DeepSeek; Qwen; others
 
 
@@ -38,7 +38,7 @@ def demonstration_model_faults(warm_start: WarmStart, parallel: Parallel, engine
     w = warm_start
     faults = []
     if w.heads % w.kv_heads:
-        faults.append(_does_not_divide("warm_start.kv_heads", w.kv_heads, "warm_start.heads", w.heads))
+        faults.append(does_not_divide("warm_start.kv_heads", w.kv_heads, "warm_start.heads", w.heads))
     if w.top_k > w.experts:
         faults.append(f"warm_start.top_k = {w.top_k} is more than warm_start.experts = {w.experts}; lower the first")
     names = {
@@ -62,7 +62,10 @@ def _faults(parallel: Parallel, engine: Engine, shape: Mapping[str, Any], names:
     for axis, size, field in _splits(parallel, engine, shape):
         number = shape.get(field)
         if isinstance(number, int) and number % size:
-            faults.append(_does_not_divide(axis, size, called(field), number))
+            faults.append(does_not_divide(axis, size, called(field), number))
+    num_layers = shape.get("num_hidden_layers")
+    if isinstance(num_layers, int):
+        faults += stage_faults(num_layers, parallel, called("num_hidden_layers"))
     if parallel.ep > 1 and _expert_field(shape) is None:
         faults.append(f"parallel.ep = {parallel.ep}, but the model has no experts; use 1")
     longest = shape.get("max_position_embeddings")
@@ -78,7 +81,7 @@ def _splits(parallel: Parallel, engine: Engine, shape: Mapping[str, Any]) -> lis
     """(axis, its size, the field it must divide) for this kind of model."""
     expert_field = _expert_field(shape)
     has_dense_layers = expert_field is None or bool(shape.get("first_k_dense_replace") or shape.get("mlp_only_layers"))
-    splits = [("parallel.pp", parallel.pp, "num_hidden_layers")]
+    splits = []
     for axis, size in (("parallel.tp", parallel.tp), ("engine.tensor_parallel", engine.tensor_parallel)):
         splits.append((axis, size, "num_attention_heads"))
         if not shape.get("kv_lora_rank"):  # MLA: one latent for all heads, nothing to split
@@ -89,14 +92,11 @@ def _splits(parallel: Parallel, engine: Engine, shape: Mapping[str, Any]) -> lis
         splits.append(("parallel.ep", parallel.ep, expert_field))
         splits.append(("parallel.etp", parallel.etp, "moe_intermediate_size"))
         splits.append(("engine.tensor_parallel", engine.tensor_parallel, "moe_intermediate_size"))
+        if shape.get("n_shared_experts"):  # their width is a multiple of an expert's
+            splits.append(("parallel.tp", parallel.tp, "moe_intermediate_size"))
     return splits
 
 
 def _expert_field(shape: Mapping[str, Any]) -> str | None:
     return next((field for field in _EXPERT_FIELDS if shape.get(field)), None)
 
-
-def _does_not_divide(axis: str, size: int, field: str, number: int) -> str:
-    divisors = [str(n) for n in range(1, min(number, _LARGEST_ADVICE) + 1) if number % n == 0]
-    advice = " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
-    return f"{axis} = {size} does not divide {field} = {number}; use {advice}"
