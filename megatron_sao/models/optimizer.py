@@ -74,6 +74,16 @@ def _grad_buffers(chunk: DistributedDataParallel) -> list:
     return chunk.buffers + chunk.expert_parallel_buffers
 
 
+def data_parallel_config() -> DistributedDataParallelConfig:
+    """How gradients are laid out and reduced; the plan asks it as well."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=True,
+        check_for_nan_in_grad=False,  # `TrainedModel.update` leaves a bad step out instead
+    )
+
+
 def make_trained_model(
     chunks: list[MegatronModule], config: Optimizer, lr_multipliers: dict[str, float] | None = None
 ) -> TrainedModel:
@@ -84,12 +94,7 @@ def make_trained_model(
     Collective: every rank of the world.
     """
     model_config = chunks[0].config
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        use_distributed_optimizer=True,
-        check_for_nan_in_grad=False,  # `TrainedModel.update` leaves a bad step out instead
-    )
+    ddp_config = data_parallel_config()
     wrapped = [
         DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_sao.config import Config, check_device, check_layout_is_built, check_world_size
+from megatron_sao.config.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ def start_world(run_config: Config) -> World:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # does nothing on a CPU
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    make_groups(config)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return current_world()
+
+
+def make_groups(config: Parallel) -> None:
+    """Megatron's process groups for a layout, in place of any from before. Collective: the whole world."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
@@ -57,9 +66,6 @@ def start_world(run_config: Config) -> World:
         distributed_timeout_minutes=max(1, int(config.timeout_s // 60)),
         create_gloo_process_groups=False,
     )
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return current_world()
 
 
 def current_world() -> World:
