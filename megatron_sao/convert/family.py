@@ -1,4 +1,8 @@
-"""What the weight tables need to know of a HF model: one small record read from `config.json`."""
+"""What weight tables and model builders need to know of a HF model: small records read from `config.json`.
+
+Every field that changes what a model computes is either read or refused: a field that is skipped would train another
+model than the engine serves. There is no default for a size, and two places that disagree are an error.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,33 +11,118 @@ from megatron_sao.errors import CheckpointError
 
 
 @dataclass(frozen=True)
+class MLAShape:
+    """Sizes of multi-head latent attention."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int  # per head, q and k without position
+    rope_dim: int  # per head in q, once for all heads in k
+    v_dim: int  # per head
+
+
+@dataclass(frozen=True)
+class IndexerShape:
+    """Sizes of the sparse-attention indexer, and the layers that have one."""
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    is_full: tuple[bool, ...]  # per decoder layer: computes its own top-k (else it reuses the one before)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The sizes that decide names and rows of weights."""
 
     family: str  # HF model_type
-    num_layers: int
+    num_layers: int  # decoder layers, without MTP
     hidden: int
     num_heads: int
-    num_kv_groups: int
-    head_dim: int
-    num_experts: int  # 0 = dense
+    num_kv_groups: int  # as many as heads with MLA
+    head_dim: int  # of q and k; with MLA nope_dim + rope_dim
     vocab: int  # true size, without padding
     is_tied: bool  # output layer is the embedding
+    ffn: int  # inner size of a dense MLP
+    num_dense_layers: int  # the first ones; the rest have experts
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False  # of the heads; the norms of MLA's latents always exist
+    num_experts: int = 0  # routed ones per layer; 0 = dense
+    expert_ffn: int = 0
+    num_shared: int = 0  # shared experts: one MLP of num_shared * expert_ffn
+    has_router_bias: bool = False
+    mla: MLAShape | None = None
+    indexer: IndexerShape | None = None
+    num_mtp_layers: int = 0  # what the config counts; the folder may hold them or not
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer (global number, MTP layers follow the decoder's) has a dense MLP."""
+        return layer < self.num_dense_layers
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether a layer (global number) has an indexer of its own; an MTP layer always has."""
+        return self.indexer is not None and (layer >= self.num_layers or self.indexer.is_full[layer])
 
 
-FAMILIES = ("qwen3_moe", "qwen3")
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN's stretch of rotary positions."""
 
-# Fields that change what the model computes and of which only one reading is built. Absent = that reading.
-_ONLY = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "use_sliding_window": (False,),
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([],),
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions."""
+
+    base: float
+    share: float  # of the head dim that is rotated; MLA: of rope_dim, always 1
+    yarn: Yarn | None
+
+
+_WITH_ROUTER_BIAS = ("glm4_moe", "deepseek_v3", "glm_moe_dsa")  # sigmoid scores, shared experts, first layers dense
+_WITH_MLA = ("deepseek_v3", "glm_moe_dsa")
+FAMILIES = ("qwen3", "qwen3_moe", *_WITH_ROUTER_BIAS)
+
+# Fields that change what the model computes and of which only some readings are built. Absent = the first of them.
+_PLAIN_ROPE = {
     "rope_scaling.type": ("default",),
     "rope_scaling.rope_type": ("default",),
     "rope_parameters.rope_type": ("default",),
-    "rope_parameters.partial_rotary_factor": (1, 1.0),
+}
+_ALL_DIMS_ROTATED = {"partial_rotary_factor": (1,), "rope_parameters.partial_rotary_factor": (1,)}
+_ANY = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False,),
+    "mlp_bias": (False,),
+    "quantization_config": (None,),  # tensors of a quantised folder have other names, shapes and types
+    "rope_scaling.attention_factor": (None,),
+    "rope_parameters.attention_factor": (None,),
+}
+_QWEN3 = _PLAIN_ROPE | _ALL_DIMS_ROTATED | {
+    "attention_bias": (False,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+}  # fmt: skip
+_SIGMOID_ROUTER = {
+    "norm_topk_prob": (True,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+_MLA = _SIGMOID_ROUTER | _ALL_DIMS_ROTATED | {"attention_bias": (False,), "rope_interleave": (True,)}
+_YARN_TOO = {path: (*allowed, "yarn") for path, allowed in _PLAIN_ROPE.items()}
+_ONLY = {
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "glm4_moe": _SIGMOID_ROUTER | _PLAIN_ROPE,
+    "deepseek_v3": _MLA | _YARN_TOO,
+    "glm_moe_dsa": _MLA | _PLAIN_ROPE | {"indexer_rope_interleave": (True,)},
 }
 
 
@@ -47,35 +136,171 @@ def required(hf_config: dict[str, Any], name: str) -> Any:
 def read_shape(hf_config: dict[str, Any]) -> ModelShape:
     """The `ModelShape` of a parsed `config.json`.
 
-    Raises: CheckpointError for a family without a weight table, a missing field, or a feature that is not built (it
-        would train another model than the engine serves).
+    Raises: CheckpointError for a family without a weight table, a missing field, two fields that disagree, or a
+        feature that is not built (it would train another model than the engine serves).
     """
     family = hf_config.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(f"config.json: model_type = {family!r} has no weight table; known: {', '.join(FAMILIES)}")
-    _refuse_what_is_not_built(hf_config)
-    heads = required(hf_config, "num_attention_heads")
-    hidden = required(hf_config, "hidden_size")
-    return ModelShape(
+    _refuse_what_is_not_built(hf_config, _ANY | _ONLY[family])
+    heads, hidden = required(hf_config, "num_attention_heads"), required(hf_config, "hidden_size")
+    sizes: dict[str, Any] = dict(
         family=family,
         num_layers=required(hf_config, "num_hidden_layers"),
         hidden=hidden,
         num_heads=heads,
         num_kv_groups=required(hf_config, "num_key_value_heads"),
         head_dim=hf_config.get("head_dim") or hidden // heads,
-        num_experts=_one_value(hf_config, _EXPERT_COUNT, "the number of experts") if family.endswith("_moe") else 0,
         vocab=required(hf_config, "vocab_size"),
         is_tied=bool(hf_config.get("tie_word_embeddings", False)),
+        ffn=required(hf_config, "intermediate_size"),
+        num_dense_layers=required(hf_config, "num_hidden_layers"),
     )
+    if family == "qwen3_moe":
+        # transformers 5 writes the second name
+        sizes["num_experts"] = _one_value(hf_config, ("num_experts", "num_local_experts"), "the number of experts")
+        sizes |= dict(num_dense_layers=0, expert_ffn=required(hf_config, "moe_intermediate_size"))
+    if family.startswith("qwen3"):
+        sizes["has_qk_norm"] = True
+    if family == "glm4_moe":
+        read_rope(hf_config)  # refuses a folder that does not say how much of a head is rotated
+        sizes["has_qk_norm"] = bool(required(hf_config, "use_qk_norm"))
+        sizes["has_qkv_bias"] = bool(required(hf_config, "attention_bias"))
+    if family in _WITH_ROUTER_BIAS:
+        sizes |= _experts_with_router_bias(hf_config)
+    if family in _WITH_MLA:
+        sizes |= _latent_attention(hf_config)
+    if family == "glm_moe_dsa":
+        sizes["indexer"] = _indexer(hf_config, sizes["num_mtp_layers"])
+    return ModelShape(**sizes)
 
 
-def _refuse_what_is_not_built(hf_config: dict[str, Any]) -> None:
-    for path, allowed in _ONLY.items():
+def _refuse_what_is_not_built(hf_config: dict[str, Any], only: dict[str, tuple]) -> None:
+    for path, allowed in only.items():
         found: Any = hf_config
         for key in path.split("."):
             found = (found or {}).get(key)
         if found is not None and found not in allowed:
-            raise CheckpointError(f"config.json: {path} = {found!r} is not built here; allowed: {allowed[0]!r}")
+            said = " or ".join(repr(value) for value in allowed)
+            raise CheckpointError(f"config.json: {path} = {found!r} is not built here; allowed: {said}")
+
+
+def _experts_with_router_bias(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of GLM's and DeepSeek's experts, and of their MTP layers."""
+    # "num_experts" may stand there too, a default of the config's class that is no fact of this model.
+    experts, topk = required(hf_config, "n_routed_experts"), required(hf_config, "num_experts_per_tok")
+    groups, chosen = hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
+    if topk < 2:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok = {topk} is not built for {hf_config['model_type']}: Megatron does not"
+            " normalise a single weight; allowed: 2 or more"
+        )
+    if experts % groups or chosen > groups:
+        raise CheckpointError(
+            f"config.json: n_routed_experts = {experts} cannot stand in n_group = {groups} of which topk_group ="
+            f" {chosen} are chosen"
+        )
+    if chosen < groups and topk // chosen != 2:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok = {topk} with topk_group = {chosen} is not built here: Megatron scores a"
+            f" group by its best {topk // chosen} experts, the engine by its best 2; allowed: {2 * chosen} or"
+            f" {2 * chosen + 1} experts per token, or topk_group = n_group"
+        )
+    num_shared = required(hf_config, "n_shared_experts")
+    if num_shared < 1:
+        raise CheckpointError(f"config.json: n_shared_experts = {num_shared} is not built here; allowed: 1 or more")
+    return dict(
+        num_experts=experts,
+        expert_ffn=required(hf_config, "moe_intermediate_size"),
+        num_shared=num_shared,
+        num_dense_layers=_dense_layers(hf_config),
+        has_router_bias=True,
+        num_mtp_layers=_one_value(
+            hf_config, ("num_nextn_predict_layers", "num_mtp_layers"), "the number of MTP layers", absent=0
+        ),
+    )
+
+
+def _dense_layers(hf_config: dict[str, Any]) -> int:
+    """How many of the first layers are dense: from their number, or from one kind for each layer."""
+    layers, said = required(hf_config, "num_hidden_layers"), hf_config.get("first_k_dense_replace")
+    kinds = hf_config.get("mlp_layer_types")
+    if kinds is None:
+        return min(required(hf_config, "first_k_dense_replace"), layers)
+    first = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+    if kinds != ["dense"] * first + ["sparse"] * (layers - first):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types = {kinds} is not built here; allowed: 'dense' for the first layers,"
+            f" 'sparse' for the rest of the {layers}"
+        )
+    if said is not None and min(said, layers) != first:
+        raise CheckpointError(
+            f"config.json: first_k_dense_replace = {said}, but mlp_layer_types begins with {first} dense layers"
+        )
+    return first
+
+
+def _latent_attention(hf_config: dict[str, Any]) -> dict[str, Any]:
+    if hf_config.get("q_lora_rank") is None:
+        raise CheckpointError("config.json: q_lora_rank = None (queries without a latent) is not built here; set it")
+    heads, groups = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
+    if heads != groups:
+        raise CheckpointError(
+            f"config.json: num_key_value_heads = {groups} with num_attention_heads = {heads} is not built for"
+            f" multi-head latent attention; allowed: {heads}"
+        )
+    mla = MLAShape(
+        q_rank=hf_config["q_lora_rank"],
+        kv_rank=required(hf_config, "kv_lora_rank"),
+        nope_dim=required(hf_config, "qk_nope_head_dim"),
+        rope_dim=required(hf_config, "qk_rope_head_dim"),
+        v_dim=required(hf_config, "v_head_dim"),
+    )
+    return dict(mla=mla, head_dim=mla.nope_dim + mla.rope_dim)  # "head_dim" of the config is another size here
+
+
+def _indexer(hf_config: dict[str, Any], num_mtp: int) -> IndexerShape:
+    return IndexerShape(
+        num_heads=required(hf_config, "index_n_heads"),
+        head_dim=required(hf_config, "index_head_dim"),
+        topk=required(hf_config, "index_topk"),
+        is_full=_full_indexer_layers(hf_config, num_mtp),
+    )
+
+
+_INDEXER_KINDS = {"full": True, "F": True, "shared": False, "S": False}
+
+
+def _full_indexer_layers(hf_config: dict[str, Any], num_mtp: int) -> tuple[bool, ...]:
+    """Which layers compute their own top-k: from a kind for each layer, or from a schedule. All that is said agrees."""
+    layers = required(hf_config, "num_hidden_layers")
+    said: dict[str, tuple[bool, ...]] = {}
+    for name in ("indexer_types", "index_topk_pattern"):
+        kinds = hf_config.get(name)
+        if kinds is None:
+            continue
+        unknown = sorted(set(kinds) - set(_INDEXER_KINDS))
+        if unknown:
+            raise CheckpointError(f"config.json: {name} holds {unknown[0]!r}; allowed: {', '.join(_INDEXER_KINDS)}")
+        if len(kinds) not in (layers, layers + num_mtp):
+            raise CheckpointError(f"config.json: {name} speaks of {len(kinds)} layers, num_hidden_layers is {layers}")
+        said[name] = tuple(_INDEXER_KINDS[kind] for kind in kinds[:layers])
+    frequency = hf_config.get("index_topk_freq")
+    if frequency is not None or not said:
+        # 2 where absent: transformers and vLLM agree on it. Megatron's own default is another one.
+        offset = hf_config.get("index_skip_topk_offset")
+        offset = 2 if offset is None else offset
+        said["index_topk_freq"] = tuple(
+            max(layer - offset + 1, 0) % max(frequency or 1, 1) == 0 for layer in range(layers)
+        )
+    if len(set(said.values())) != 1:
+        layer = next(i for i, kinds in enumerate(zip(*said.values(), strict=True)) if len(set(kinds)) > 1)
+        views = ", ".join(f"{name}: {'full' if full[layer] else 'shared'}" for name, full in said.items())
+        raise CheckpointError(f"config.json disagrees with itself about the indexer of layer {layer} ({views})")
+    found = next(iter(said.values()))
+    if not found[0]:
+        raise CheckpointError("config.json: the first layer shares an indexer, but none comes before it; make it full")
+    return found
 
 
 def rope_base(hf_config: dict[str, Any]) -> float:
@@ -85,15 +310,44 @@ def rope_base(hf_config: dict[str, Any]) -> float:
     return float(_one_value(places, tuple(places), "the rotary base"))
 
 
-_EXPERT_COUNT = ("num_experts", "num_local_experts")  # transformers 5 writes the second
+def read_rope(hf_config: dict[str, Any]) -> Rope:
+    """Rotary positions, from every place where transformers versions keep them.
+
+    Raises: CheckpointError where places disagree or something is missing: for GLM-4.5 also the rotated share of a head.
+    """
+    nested = {name: hf_config.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+
+    def one(field: str, *more: str, absent: Any = None) -> Any:
+        places = {f"{place}.{name}": held.get(name) for place, held in nested.items() for name in (field, *more)}
+        return _one_value(places, tuple(places), field, absent)
+
+    share_places = {
+        "partial_rotary_factor": hf_config.get("partial_rotary_factor"),
+        "rope_parameters.partial_rotary_factor": nested["rope_parameters"].get("partial_rotary_factor"),
+    }
+    absent = None if hf_config.get("model_type") == "glm4_moe" else 1.0
+    share = _one_value(share_places, tuple(share_places), "the rotated share of a head", absent)
+    yarn = None
+    if one("rope_type", "type", absent="default") == "yarn":
+        yarn = Yarn(
+            factor=float(one("factor")),
+            original_positions=int(one("original_max_position_embeddings")),
+            beta_fast=float(one("beta_fast", absent=32)),  # as transformers, vLLM and Megatron
+            beta_slow=float(one("beta_slow", absent=1)),
+            mscale=float(one("mscale")),
+            mscale_all_dim=float(one("mscale_all_dim")),
+        )
+    return Rope(base=rope_base(hf_config), share=float(share), yarn=yarn)
 
 
-def _one_value(fields: dict[str, Any], names: tuple[str, ...], what: str) -> Any:
-    """The one value that stands under `names`.
+def _one_value(fields: dict[str, Any], names: tuple[str, ...], what: str, absent: Any = None) -> Any:
+    """The one value that stands under `names`; `absent`, if given, where none does.
 
     Raises: CheckpointError when they disagree or all are absent: a default here would train a wrong model silently.
     """
     found = {name: fields[name] for name in names if fields.get(name) is not None}
+    if not found and absent is not None:
+        return absent
     if len(set(found.values())) != 1:
         said = ", ".join(f"{name} = {value}" for name, value in found.items()) or "nothing"
         raise CheckpointError(f"config.json gives {said} for {what}; it needs one of {', '.join(names)}, or equal ones")

@@ -1,6 +1,7 @@
-"""Megatron parameter name -> HF tensor name(s), as a table. Layer and expert numbers in the names are global.
+"""Megatron tensor name -> HF tensor name(s), as a table. Expert numbers in the names are global, layer numbers too.
 
-`lookup` is the only function. What it does not know is an error: a tensor is never skipped silently.
+MTP layer K of a model with N decoder layers is layer N + K on the HF side. What the table does not know is an error: a
+tensor is never skipped silently.
 Source: names of megatron-core 0.19 GPTModel (local and transformer-engine modules) and of transformers 5.19.
 """
 
@@ -8,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_sao.convert.family import ModelShape
 from megatron_sao.errors import CheckpointError
 
 
@@ -32,40 +34,90 @@ _OUTSIDE_LAYERS = {
 _IN_LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",  # fused norm (transformer-engine)
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",  # fused norm, dense layer
     "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",  # a persistent buffer, float32 in every model
 }
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_GROUPED_QUERIES = {
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+_LATENT = {
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",  # fused norm
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",  # fused norm
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+}
+_MEGATRON_INDEXER, _HF_INDEXER = "self_attention.core_attention.indexer.", "self_attn.indexer."
+_INDEXER = {
+    f"{_MEGATRON_INDEXER}linear_wq_b.weight": f"{_HF_INDEXER}wq_b.weight",
+    f"{_MEGATRON_INDEXER}linear_wk.weight": f"{_HF_INDEXER}wk.weight",
+    f"{_MEGATRON_INDEXER}k_norm.weight": f"{_HF_INDEXER}k_norm.weight",
+    f"{_MEGATRON_INDEXER}k_norm.bias": f"{_HF_INDEXER}k_norm.bias",
+    f"{_MEGATRON_INDEXER}linear_weights_proj.weight": f"{_HF_INDEXER}weights_proj.weight",
+}
+_AROUND_MTP_LAYER = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
+}
+_DECODER_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Megatron 0.19 calls the layer inside mtp_model_layer; older versions, and its own checkpoints, transformer_layer.
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:mtp_model_layer|transformer_layer)\.(.+)|(.+))")
 _QKV = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
-_MLP = re.compile(r"mlp\.(?:experts\.local_experts\.(\d+)\.|experts\.)?linear_fc([12])\.weight(\d+)?")
+_MLP = re.compile(r"mlp\.(shared_experts\.)?linear_fc([12])\.weight")
+_EXPERT_MLP = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
 
 
-def lookup(name: str) -> HFNames:
-    """HF names of a Megatron tensor `name` (global layer and expert numbers).
+def lookup(name: str, shape: ModelShape) -> HFNames:
+    """HF names of a Megatron tensor `name` (global layer and expert numbers; MTP layers count from 0).
 
     Raises: CheckpointError when no row of the table fits.
     """
     if name in _OUTSIDE_LAYERS:
         return HFNames("plain", (_OUTSIDE_LAYERS[name],))
-    layer = _LAYER.fullmatch(name)
-    if layer is None:
+    if found := _DECODER_LAYER.fullmatch(name):
+        names = _in_layer(found[2], int(found[1]), shape)
+    elif found := _MTP_LAYER.fullmatch(name):
+        layer = shape.num_layers + int(found[1])
+        if found[2] is not None:
+            names = _in_layer(found[2], layer, shape)
+        else:
+            around = _AROUND_MTP_LAYER.get(found[3])
+            names = HFNames("plain", (f"model.layers.{layer}.{around}",)) if around else None
+    else:
+        names = None
+    if names is None:
         raise CheckpointError(f"no HF name for the Megatron tensor {name}: add it to convert/names.py")
-    prefix, rest = f"model.layers.{layer[1]}.", layer[2]
-    if rest in _IN_LAYER:
-        return HFNames("plain", (prefix + _IN_LAYER[rest],))
+    return names
+
+
+def _in_layer(rest: str, layer: int, shape: ModelShape) -> HFNames | None:
+    """HF names of a tensor inside a transformer layer."""
+    prefix = f"model.layers.{layer}."
+    attention = _LATENT | _INDEXER if shape.mla else _GROUPED_QUERIES
+    if plain := (_IN_LAYER | attention).get(rest):
+        return HFNames("plain", (prefix + plain,))
     if qkv := _QKV.fullmatch(rest):
         return HFNames("qkv", tuple(f"{prefix}self_attn.{part}_proj.{qkv[1]}" for part in "qkv"))
     if mlp := _MLP.fullmatch(rest):
-        expert = mlp[1] or mlp[3]
-        place = f"{prefix}mlp.experts.{expert}." if expert is not None else f"{prefix}mlp."
-        if mlp[2] == "1":
-            return HFNames("gated", (place + "gate_proj.weight", place + "up_proj.weight"))
-        return HFNames("plain", (place + "down_proj.weight",))
-    raise CheckpointError(f"no HF name for the Megatron tensor {name}: add it to convert/names.py")
+        return _mlp_names(f"{prefix}mlp.{mlp[1] or ''}", mlp[2])
+    if expert := _EXPERT_MLP.fullmatch(rest):
+        return _mlp_names(f"{prefix}mlp.experts.{expert[1] or expert[4]}.", expert[2] or expert[3])
+    return None
+
+
+def _mlp_names(place: str, number: str) -> HFNames:
+    if number == "1":
+        return HFNames("gated", (place + "gate_proj.weight", place + "up_proj.weight"))
+    return HFNames("plain", (place + "down_proj.weight",))
 
 
 _EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)(?=\.|$)")

@@ -76,7 +76,7 @@ def local_slices(tensors: list[LocalTensor], shape: ModelShape, ranks: TensorRan
         if shape.is_tied and tensor.name == "output_layer.weight":
             continue  # the embedding is the one source
         is_expert = expert_number(tensor.name) is not None
-        names = lookup(with_expert_offset(tensor.name, ranks.ep * experts_per_rank))
+        names = lookup(with_expert_offset(tensor.name, ranks.ep * experts_per_rank), shape)
         rank, size = (ranks.etp, ranks.etp_size) if is_expert else (ranks.tp, ranks.tp_size)
         found += _tensor_slices(tensor, names, shape, rank, size)
     return found

@@ -1,9 +1,22 @@
-"""The name table: hand-picked rows, expert numbers, and a refusal for what it does not know."""
+"""The name table: hand-picked rows, expert numbers (CKP-08), MTP (CKP-06), and a refusal for what it does not know."""
 
 import pytest
 
-from megatron_sao.convert.names import HFNames, expert_number, lookup, with_expert_offset
+from megatron_sao.convert import names
+from megatron_sao.convert.family import MLAShape, ModelShape
+from megatron_sao.convert.names import HFNames, expert_number, with_expert_offset
 from megatron_sao.errors import CheckpointError
+
+GROUPED = ModelShape(
+    family="glm4_moe", num_layers=4, hidden=1, num_heads=1, num_kv_groups=1, head_dim=1, vocab=1, is_tied=False,
+    ffn=1, num_dense_layers=0,
+)  # fmt: skip
+LATENT = ModelShape(**vars(GROUPED) | {"family": "glm_moe_dsa", "mla": MLAShape(1, 1, 1, 1, 1)})
+
+
+def lookup(name, shape=GROUPED):
+    return names.lookup(name, shape)
+
 
 LAYER, HF = "decoder.layers.7.", "model.layers.7."
 PLAIN = {
@@ -21,12 +34,55 @@ PLAIN = {
     LAYER + "mlp.linear_fc2.weight": HF + "mlp.down_proj.weight",
     LAYER + "mlp.experts.local_experts.11.linear_fc2.weight": HF + "mlp.experts.11.down_proj.weight",
     LAYER + "mlp.experts.linear_fc2.weight11": HF + "mlp.experts.11.down_proj.weight",
+    LAYER + "mlp.router.expert_bias": HF + "mlp.gate.e_score_correction_bias",
+    LAYER + "mlp.shared_experts.linear_fc2.weight": HF + "mlp.shared_experts.down_proj.weight",
+}
+ATTENTION, HF_ATTENTION = LAYER + "self_attention.", HF + "self_attn."
+INDEXER, HF_INDEXER = ATTENTION + "core_attention.indexer.", HF_ATTENTION + "indexer."
+PLAIN_LATENT = {
+    ATTENTION + "linear_q_down_proj.weight": HF_ATTENTION + "q_a_proj.weight",
+    ATTENTION + "q_layernorm.weight": HF_ATTENTION + "q_a_layernorm.weight",
+    ATTENTION + "linear_q_up_proj.layer_norm_weight": HF_ATTENTION + "q_a_layernorm.weight",
+    ATTENTION + "linear_q_up_proj.weight": HF_ATTENTION + "q_b_proj.weight",
+    ATTENTION + "linear_kv_down_proj.weight": HF_ATTENTION + "kv_a_proj_with_mqa.weight",
+    ATTENTION + "kv_layernorm.weight": HF_ATTENTION + "kv_a_layernorm.weight",
+    ATTENTION + "linear_kv_up_proj.layer_norm_weight": HF_ATTENTION + "kv_a_layernorm.weight",
+    ATTENTION + "linear_kv_up_proj.weight": HF_ATTENTION + "kv_b_proj.weight",
+    ATTENTION + "linear_proj.weight": HF_ATTENTION + "o_proj.weight",
+    INDEXER + "linear_wq_b.weight": HF_INDEXER + "wq_b.weight",
+    INDEXER + "linear_wk.weight": HF_INDEXER + "wk.weight",
+    INDEXER + "k_norm.weight": HF_INDEXER + "k_norm.weight",
+    INDEXER + "k_norm.bias": HF_INDEXER + "k_norm.bias",
+    INDEXER + "linear_weights_proj.weight": HF_INDEXER + "weights_proj.weight",
+}
+MTP = {  # of a model with 4 layers
+    "mtp.layers.0.enorm.weight": "model.layers.4.enorm.weight",
+    "mtp.layers.0.hnorm.weight": "model.layers.4.hnorm.weight",
+    "mtp.layers.0.eh_proj.weight": "model.layers.4.eh_proj.weight",
+    "mtp.layers.0.final_layernorm.weight": "model.layers.4.shared_head.norm.weight",
+    "mtp.layers.0.transformer_layer.mlp.router.weight": "model.layers.4.mlp.gate.weight",
+    "mtp.layers.0.mtp_model_layer.mlp.router.weight": "model.layers.4.mlp.gate.weight",
+    "mtp.layers.1.mtp_model_layer.mlp.experts.local_experts.3.linear_fc2.weight": (
+        "model.layers.5.mlp.experts.3.down_proj.weight"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_tensors_with_one_name(name):
     assert lookup(name) == HFNames("plain", (PLAIN[name],))
+
+
+@pytest.mark.parametrize("name", PLAIN_LATENT)
+def test_tensors_of_latent_attention_and_its_indexer(name):
+    assert lookup(name, LATENT) == HFNames("plain", (PLAIN_LATENT[name],))
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_mtp_layers_come_after_the_last_one_under_both_names(name):
+    assert lookup(name) == HFNames("plain", (MTP[name],))
+    qkv = lookup("mtp.layers.0.mtp_model_layer.self_attention.linear_qkv.weight")
+    assert qkv == lookup("decoder.layers.4.self_attention.linear_qkv.weight")
 
 
 @pytest.mark.parametrize("what", ["weight", "bias"])
@@ -39,6 +95,7 @@ def test_attention_projections_split_in_three(what):
     "name, place",
     [
         ("mlp.linear_fc1.weight", "mlp."),
+        ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts."),
         ("mlp.experts.local_experts.11.linear_fc1.weight", "mlp.experts.11."),
         ("mlp.experts.linear_fc1.weight11", "mlp.experts.11."),
     ],
@@ -51,13 +108,20 @@ def test_gated_projections_split_in_two(name, place):
 @pytest.mark.parametrize(
     "name",
     [
-        "decoder.layers.0.mlp.router.expert_bias",
-        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight",
+        "decoder.layers.0.mlp.router.bias",
+        "decoder.layers.0.mlp.shared_experts.gate_weight",
         "decoder.layers.0.mlp.linear_fc3.weight",
+        "decoder.layers.0.mlp.linear_fc1.weight3",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight",
+        "decoder.layers.0.self_attention.linear_q_down_proj.weight",
+        "decoder.layers.0.enorm.weight",
         "decoder.layers.0.self_attention.linear_proj.bias",
         "decoder.layers.x.mlp.router.weight",
         "module.decoder.layers.0.mlp.router.weight",
-        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.norm.weight",
+        "mtp.layers.0.mlp.router.weight",
+        "mtp.layers.0.mtp_model_layer.enorm.weight",
+        "mtp.final_layernorm.weight",
         "output_layer.bias",
         "position_embeddings.weight",
         "",
@@ -94,3 +158,11 @@ def test_expert_numbers_of_both_layouts(name, number):
 def test_an_offset_of_zero_changes_nothing():
     name = "decoder.layers.12.mlp.experts.local_experts.11.linear_fc1.weight"
     assert with_expert_offset(name, 0) == name
+
+
+def test_norms_of_queries_are_of_heads_or_of_the_latent():
+    name = "decoder.layers.0.self_attention.q_layernorm.weight"
+    assert lookup(name, GROUPED).hf == ("model.layers.0.self_attn.q_norm.weight",)
+    assert lookup(name, LATENT).hf == ("model.layers.0.self_attn.q_a_layernorm.weight",)
+    with pytest.raises(CheckpointError, match="no HF name"):
+        lookup("decoder.layers.0.self_attention.k_layernorm.weight", LATENT)

@@ -20,6 +20,8 @@ SHAPE = ModelShape(
     num_experts=8,
     vocab=10,
     is_tied=False,
+    ffn=1,
+    num_dense_layers=0,
 )
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
@@ -176,8 +178,8 @@ def test_output_projections_are_cut_by_columns_and_norms_not_at_all():
 
 
 def test_an_unknown_tensor_stops_the_whole_list():
-    with pytest.raises(CheckpointError, match="expert_bias"):
-        local_slices([local("decoder.layers.0.mlp.router.expert_bias", 8)], SHAPE, ranks())
+    with pytest.raises(CheckpointError, match="qb_beta"):
+        local_slices([local("decoder.layers.0.mlp.router.qb_beta", 8)], SHAPE, ranks())
 
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------
