@@ -85,10 +85,15 @@ def freeze(chunks: list[MegatronModule], groups: Groups) -> dict[str, float]:
         raise ConfigError(
             f"value.groups.{named[0]} matches no parameter of this model; groups it has: {', '.join(sorted(somewhere))}"
         )
-    for member in members:
+    mark_trained(chunks, groups)
+    return {g: getattr(groups, g).lr_multiplier for g in GROUPS if g in somewhere and getattr(groups, g).trained}
+
+
+def mark_trained(chunks: list[MegatronModule], groups: Groups) -> None:
+    """Set requires_grad of every parameter by its group, and note the group on it. No collective; `freeze` checks."""
+    for member in (p for chunk in chunks for p in grouped_parameters(chunk)):
         member.parameter.requires_grad = getattr(groups, member.group).trained
         member.parameter.sao_group = member.group
-    return {g: getattr(groups, g).lr_multiplier for g in GROUPS if g in somewhere and getattr(groups, g).trained}
 
 
 def manifest(chunks: list[MegatronModule], groups: Groups) -> str:
