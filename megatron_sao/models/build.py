@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_sao.config.parallel import Parallel
-from megatron_sao.convert.family import read_shape, required, rope_base
+from megatron_sao.convert.family import ModelShape, Rope, read_rope, read_shape, required
 from megatron_sao.models.specs import decoder_spec, uses_transformer_engine
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.parallel.schedule import is_first_stage, is_last_stage
@@ -38,33 +38,20 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
     """Megatron's configuration of a HF model under the given layout. Raises: CheckpointError as `read_shape`."""
     shape = read_shape(hf_config)
     on_gpu = uses_transformer_engine()
-    moe = {}
+    families = _attention(shape, read_rope(hf_config))
     if shape.num_experts:
-        moe = dict(
-            num_moe_experts=shape.num_experts,
-            moe_ffn_hidden_size=required(hf_config, "moe_intermediate_size"),
-            moe_router_topk=required(hf_config, "num_experts_per_tok"),
-            # renormalised = softmax over the chosen ones
-            moe_router_pre_softmax=not required(hf_config, "norm_topk_prob"),
-            moe_router_dtype="fp32",
-            moe_router_load_balancing_type="none",  # reinforcement learning adds no balancing loss
-            moe_aux_loss_coeff=0.0,
-            moe_grouped_gemm=on_gpu,
-            moe_permute_fusion=on_gpu,
-        )
-    return TransformerConfig(
+        families |= _experts(shape, hf_config)
+    kind = MLATransformerConfig if shape.mla else TransformerConfig
+    return kind(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_groups,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=required(hf_config, "intermediate_size"),
+        ffn_hidden_size=shape.ffn,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
         layernorm_epsilon=required(hf_config, "rms_norm_eps"),
-        qk_layernorm=shape.family.startswith("qwen3"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
@@ -84,11 +71,78 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=on_gpu,
-        apply_rope_fusion=on_gpu,
+        apply_rope_fusion=on_gpu and not shape.mla,  # MLA's fused kernels know YaRN only
         persist_layer_norm=on_gpu,
         gradient_accumulation_fusion=False,
-        **moe,
+        **families,
     )
+
+
+def _attention(shape: ModelShape, rope: Rope) -> dict[str, Any]:
+    """Flags of grouped-query attention, or of multi-head latent attention."""
+    if shape.mla is None:
+        return dict(
+            num_query_groups=shape.num_kv_groups,
+            kv_channels=shape.head_dim,
+            add_qkv_bias=shape.has_qkv_bias,
+            qk_layernorm=shape.has_qk_norm,
+        )
+    flags = dict(
+        multi_latent_attention=True,
+        kv_channels=shape.head_dim,
+        q_lora_rank=shape.mla.q_rank,
+        kv_lora_rank=shape.mla.kv_rank,
+        qk_head_dim=shape.mla.nope_dim,
+        qk_pos_emb_head_dim=shape.mla.rope_dim,
+        v_head_dim=shape.mla.v_dim,
+        # The norms of the latents. Their epsilon is rms_norm_eps, as in vLLM, which serves what is trained here;
+        # transformers has 1e-6 there whatever config.json says.
+        qk_layernorm=True,
+        rope_type="yarn" if rope.yarn else "rope",
+        rotary_base=rope.base,
+        # Megatron also scales the softmax by these: a factor of 1 is none.
+        rotary_scaling_factor=1.0,
+    )
+    if rope.yarn:
+        flags |= dict(
+            rotary_scaling_factor=rope.yarn.factor,
+            original_max_position_embeddings=rope.yarn.original_positions,
+            beta_fast=rope.yarn.beta_fast,
+            beta_slow=rope.yarn.beta_slow,
+            mscale=rope.yarn.mscale,
+            mscale_all_dim=rope.yarn.mscale_all_dim,
+        )
+    return flags
+
+
+def _experts(shape: ModelShape, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Flags of the experts and their router: softmax (Qwen3), or sigmoid with a selection bias (GLM, DeepSeek)."""
+    on_gpu = uses_transformer_engine()
+    flags = dict(
+        num_moe_experts=shape.num_experts,
+        moe_ffn_hidden_size=shape.expert_ffn,
+        moe_layer_freq=[int(not shape.is_dense(layer)) for layer in range(shape.num_layers)],
+        moe_router_topk=required(hf_config, "num_experts_per_tok"),
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",  # reinforcement learning adds no balancing loss
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=on_gpu,
+        moe_permute_fusion=on_gpu,
+    )
+    if not shape.has_router_bias:
+        # renormalised = softmax over the chosen ones
+        return flags | dict(moe_router_pre_softmax=not required(hf_config, "norm_topk_prob"))
+    flags |= dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.0,  # the bias is a weight of the folder: no step changes it
+        moe_router_topk_scaling_factor=required(hf_config, "routed_scaling_factor"),
+        moe_shared_expert_intermediate_size=shape.num_shared * shape.expert_ffn,
+    )
+    groups, chosen = hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
+    if chosen < groups:
+        flags |= dict(moe_router_num_groups=groups, moe_router_group_topk=chosen)
+    return flags
 
 
 def build_model(
@@ -101,7 +155,7 @@ def build_model(
     Collective: none, but the groups must be initialised.
     """
     config = transformer_config(hf_config, parallel, dtype)
-    shape = read_shape(hf_config)
+    shape, rope = read_shape(hf_config), read_rope(hf_config)
     options = dict(
         transformer_layer_spec=decoder_spec(config),
         vocab_size=-(-shape.vocab // parallel.tp) * parallel.tp,
@@ -109,7 +163,8 @@ def build_model(
         pre_process=is_first_stage(),
         post_process=is_last_stage(),
         position_embedding_type="rope",
-        rotary_base=rope_base(hf_config),
+        rotary_percent=rope.share,
+        rotary_base=rope.base,
         parallel_output=True,
     )
     if role == "value":

@@ -5,6 +5,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sao.models.cpu_modules import PackedAttention, RMSNorm
+from megatron_sao.models.mla import LatentAttention
 
 
 def uses_transformer_engine() -> bool:
@@ -22,7 +23,10 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None):
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         attention = parts.self_attention.submodules
         attention.core_attention = PackedAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            parts.self_attention.module = LatentAttention
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec.layer_norm = RMSNorm
     return spec
