@@ -175,6 +175,11 @@ def read_shape(hf_config: dict[str, Any]) -> ModelShape:
     return ModelShape(**sizes)
 
 
+def layers_that_may_start_a_stage(shape: ModelShape) -> tuple[bool, ...]:
+    """Per decoder layer, whether a pipeline stage may begin with it: a layer cannot share an indexer across stages."""
+    return (True,) * shape.num_layers if shape.indexer is None else shape.indexer.is_full
+
+
 def _refuse_what_is_not_built(hf_config: dict[str, Any], only: dict[str, tuple]) -> None:
     for path, allowed in only.items():
         found: Any = hf_config

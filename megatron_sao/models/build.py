@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_sao.config.parallel import Parallel
 from megatron_sao.convert.family import ModelShape, Rope, read_rope, read_shape, required
+from megatron_sao.models.dsa import DSAConfig, check_stage_starts, dsa_options
 from megatron_sao.models.specs import decoder_spec, uses_transformer_engine
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.parallel.schedule import is_first_stage, is_last_stage
@@ -35,13 +36,20 @@ class ValueModel(GPTModel):
 
 
 def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's configuration of a HF model under the given layout. Raises: CheckpointError as `read_shape`."""
+    """Megatron's configuration of a HF model under the given layout.
+
+    Raises: CheckpointError as `read_shape`, ConfigError as `check_stage_starts`.
+    """
     shape = read_shape(hf_config)
     on_gpu = uses_transformer_engine()
     families = _attention(shape, read_rope(hf_config))
     if shape.num_experts:
         families |= _experts(shape, hf_config)
     kind = MLATransformerConfig if shape.mla else TransformerConfig
+    if shape.indexer:
+        check_stage_starts(shape, parallel)
+        kind = DSAConfig
+        families |= dsa_options(shape.indexer)
     return kind(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,

@@ -4,16 +4,20 @@ A layer either has an indexer of its own or takes the choice of the nearest laye
 - The choice travels from layer to layer on the micro-batch's `PackedSeqParams`, a fresh one for each micro-batch; so
   recomputation in the backward pass finds its own micro-batch's choice. It does not cross pipeline stages.
 - The indexer learns nothing here. Choosing passes no gradient, and its training loss (a KL divergence to the attention
-  it serves) is off: for an optimizer its parameters would be gradients that never come. They are built frozen, in the
+  it serves) is off: to an optimizer its parameters would be gradients that never come. They are built frozen, in the
   policy as in the value model, keep the folder's values and are exported and pushed as they came.
 - The norms of the latents use the model's `rms_norm_eps`, as Megatron and vLLM do. transformers 5.19 uses 1e-6 there
-  whatever the config says; what the engine serves is what we train.
+  whatever the config says (GLM-5's says 1e-5); what the engine serves is what we train.
+
+On a GPU this is still Megatron's plain PyTorch path (`dsa_kernel_backend`), which holds attention scores of all heads,
+[heads/tp, S, S] in float32, for one layer at a time.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_layer_with_experimental_attention_variant_spec,
 )
@@ -21,9 +25,15 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_sao.convert.family import required
+from megatron_sao.config.parallel import Parallel
+from megatron_sao.config.stages import stage_start_faults
+from megatron_sao.convert.family import IndexerShape, ModelShape, layers_that_may_start_a_stage
+from megatron_sao.errors import ConfigError
+from megatron_sao.models.cpu_modules import RMSNorm
 from megatron_sao.models.mla import AbsorbedLatentAttention, LocalBackend
 
 
@@ -34,24 +44,27 @@ class DSAConfig(MLATransformerConfig):
     has_indexer: tuple[bool, ...] = ()  # per decoder layer; the first is True
 
 
-def dsa_options(hf_config: dict[str, Any], has_indexer: tuple[bool, ...]) -> dict[str, Any]:
-    """The fields of `DSAConfig` that multi-latent attention does not have.
-
-    Args:
-        has_indexer: per decoder layer.
-    Raises: CheckpointError for a missing field.
-    """
+def dsa_options(indexer: IndexerShape) -> dict[str, Any]:
+    """The fields of `DSAConfig` beyond those of multi-latent attention."""
     return dict(
-        has_indexer=has_indexer,
+        has_indexer=indexer.is_full,
         experimental_attention_variant="dsa",
-        dsa_indexer_n_heads=required(hf_config, "index_n_heads"),
-        dsa_indexer_head_dim=required(hf_config, "index_head_dim"),
-        dsa_indexer_topk=required(hf_config, "index_topk"),
+        dsa_indexer_n_heads=indexer.num_heads,
+        dsa_indexer_head_dim=indexer.head_dim,
+        dsa_indexer_topk=indexer.topk,
         dsa_indexer_rope_interleaved=True,
         dsa_indexer_rotate_activation=False,  # a Hadamard transform: DeepSeek-V3.2 has it, GLM-5 has not
         dsa_indexer_k_norm_epsilon=1e-6,  # fixed in the model, no field of config.json
         dsa_indexer_loss_coeff=0.0,
+        cp_comm_type="allgather",  # the only kind that Megatron's sparse attention knows
     )
+
+
+def check_stage_starts(shape: ModelShape, parallel: Parallel) -> None:
+    """Raises ConfigError when a pipeline stage would begin with a layer that reuses another one's choice."""
+    why = "it takes the choice of tokens (top-k) from the layer before it, which does not cross stages"
+    if faults := stage_start_faults(shape.num_layers, parallel, layers_that_may_start_a_stage(shape), why):
+        raise ConfigError("\n  ".join(faults))
 
 
 class IndexSharingAttention(DSAttention):
@@ -81,7 +94,24 @@ class IndexSharingAttention(DSAttention):
         return packed_seq_params
 
 
-def dsa_layer_specs(config: DSAConfig, uses_transformer_engine: bool) -> list[ModuleSpec]:
+def dsa_block_spec(config: DSAConfig, uses_transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The block spec of this pipeline stage's decoder layers (of one of its chunks)."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = _layer_specs(config, uses_transformer_engine)
+    return TransformerBlockSubmodules(
+        layer_specs=layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)],
+        layer_norm=TENorm if uses_transformer_engine else RMSNorm,
+    )
+
+
+def dsa_mtp_layer_spec(config: DSAConfig, uses_transformer_engine: bool) -> ModuleSpec:
+    """The spec of the decoder layer inside an MTP layer: the last layer's kind, with an indexer of its own."""
+    spec = _layer_specs(config, uses_transformer_engine)[-1]
+    spec.submodules.self_attention.submodules.core_attention.params = {"is_alone": True}
+    return spec
+
+
+def _layer_specs(config: DSAConfig, uses_transformer_engine: bool) -> list[ModuleSpec]:
     """The specs of all decoder layers, in order."""
     specs = get_transformer_layer_with_experimental_attention_variant_spec(
         config, backend=None if uses_transformer_engine else LocalBackend()
@@ -96,9 +126,3 @@ def dsa_layer_specs(config: DSAConfig, uses_transformer_engine: bool) -> list[Mo
             attention.submodules.linear_kv_down_proj = ColumnParallelLinear
     return specs
 
-
-def dsa_mtp_layer_spec(config: DSAConfig, uses_transformer_engine: bool) -> ModuleSpec:
-    """The spec of the decoder layer inside an MTP layer: the last layer's kind, with an indexer of its own."""
-    spec = dsa_layer_specs(config, uses_transformer_engine)[-1]
-    spec.submodules.self_attention.submodules.core_attention.params = {"is_alone": True}
-    return spec

@@ -4,9 +4,10 @@ Every parameter belongs to exactly one of `GROUPS`; the role is read from the mo
 the same group whether its norm is a module of its own or fused into the next linear layer. Attention means everything
 that attention computes with: its input norm, q / k / v / output projections, q and k norms, MLA projections, indexer.
 Frozen parameters get requires_grad = False before Megatron wraps the model: no gradient is computed for them, they
-have no place in the gradient buckets and no optimizer state.
+have no place in the gradient buckets and no optimizer state. An indexer is built frozen (models/dsa.py) and stays so.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -90,21 +91,28 @@ def freeze(chunks: list[MegatronModule], groups: Groups) -> dict[str, float]:
 
 
 def mark_trained(chunks: list[MegatronModule], groups: Groups) -> None:
-    """Set requires_grad of every parameter by its group, and note the group on it. No collective; `freeze` checks."""
+    """Freeze the parameters of groups that are not trained, and note the group on each. No collective; `freeze` checks.
+
+    What was built frozen (an indexer: no gradient reaches it) stays so, whatever its group.
+    """
     for member in (p for chunk in chunks for p in grouped_parameters(chunk)):
-        member.parameter.requires_grad = getattr(groups, member.group).trained
+        if not getattr(groups, member.group).trained:
+            member.parameter.requires_grad = False
         member.parameter.sao_group = member.group
 
 
 def manifest(chunks: list[MegatronModule], groups: Groups) -> str:
-    """A table of what each group of this rank holds: frozen or trained, tensors, parameters, one example."""
+    """A table of what each group of this rank holds: frozen or trained, tensors, parameters, one example.
+
+    A trained group has a second row for what of it was built frozen.
+    """
     rows = [f"{'group':<15}{'state':<9}{'lr x':>6}{'tensors':>9}{'parameters':>14}  example"]
     members = [p for chunk in chunks for p in grouped_parameters(chunk)]
-    for group in GROUPS:
-        held = [p for p in members if p.group == group]
+    for group, is_trained in itertools.product(GROUPS, (True, False)):
+        learns = getattr(groups, group).trained
+        held = [p for p in members if p.group == group and (learns and p.parameter.requires_grad) is is_trained]
         if held:
-            setting = getattr(groups, group)
             count = sum(p.parameter.numel() for p in held)
-            state, rate = ("trained", f"{setting.lr_multiplier:g}") if setting.trained else ("frozen", "-")
+            state, rate = ("trained", f"{getattr(groups, group).lr_multiplier:g}") if is_trained else ("frozen", "-")
             rows.append(f"{group:<15}{state:<9}{rate:>6}{len(held):>9}{count:>14,}  {held[0].name}")
     return "\n".join(rows)

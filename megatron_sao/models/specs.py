@@ -5,6 +5,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sao.models.cpu_modules import PackedAttention, RMSNorm
+from megatron_sao.models.dsa import DSAConfig, dsa_block_spec
 from megatron_sao.models.mla import LatentAttention
 
 
@@ -15,6 +16,8 @@ def uses_transformer_engine() -> bool:
 
 def decoder_spec(config: TransformerConfig, vp_stage: int | None = None):
     """The block spec of this pipeline stage's decoder layers."""
+    if isinstance(config, DSAConfig):
+        return dsa_block_spec(config, uses_transformer_engine(), vp_stage)
     if uses_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)

@@ -1,0 +1,198 @@
+"""GLM-5's sparse attention against transformers' own model: logits and every gradient, on one process and cut over two.
+
+The folders have rms_norm_eps 1e-6: the value that transformers has in the norms of the latents whatever the config
+says, so the two models are the same one. What is done at another epsilon has a test of its own.
+"""
+
+import dataclasses
+from contextlib import nullcontext
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from megatron_sao.config import load_config
+from megatron_sao.config.parallel import Parallel
+from megatron_sao.convert.family import read_shape
+from megatron_sao.convert.slices import local_slices, slice_view
+from megatron_sao.data.batch import pack
+from megatron_sao.data.share import share_of
+from megatron_sao.errors import ConfigError
+from megatron_sao.models.build import build_model, transformer_config
+from megatron_sao.models.dsa import IndexSharingAttention
+from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.weights import Exporter, check_names, describe, load_weights, model_tensors, tensor_ranks
+from megatron_sao.parallel.init import start_world
+from megatron_sao.parallel.schedule import packed_sequence, run_schedule
+from megatron_sao.train.sao_step import sao_step
+from megatron_sao.train.setup import build_trainer
+from tests.support.families import (
+    VOCABULARY,
+    make_family_folder,
+    read_config,
+    reference,
+    reference_gradients,
+    reference_logits,
+)
+from tests.support.ranks import run_ranks
+from tests.support.trajectories import random_trajectories
+
+TRAJECTORIES = random_trajectories(7, seed=2, vocab=VOCABULARY)
+BUDGET = 64  # tokens of a micro-batch: several trajectories each, and several micro-batches
+# Row t scales the logits at a token t: a loss that does not care how tokens are packed, cut or ordered.
+LOSS_ROWS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(8)) / 16
+
+LAYOUTS = {
+    "1": {},
+    "tp2": dict(tp=2),
+    "pp2": dict(pp=2),
+    "ep2": dict(dp=2, ep=2),
+    "tp2-ep2": dict(tp=2, ep=2),
+}
+KINDS = {
+    # every trajectory is shorter than index_topk: the indexer chooses all there is
+    "dense": dict(index_topk=64),
+    "sparse": dict(),
+    "freq2-offset2": dict(num_hidden_layers=6, index_topk_freq=2, index_skip_topk_offset=2),
+    "freq4-offset3": dict(num_hidden_layers=12, index_topk_freq=4, index_skip_topk_offset=3),
+    "irregular": dict(num_hidden_layers=6, indexer_types=["full", "full", "shared", "full", "shared", "shared"]),
+}
+FULL_LAYERS = {
+    "dense": (0, 1, 2, 3),
+    "sparse": (0, 1, 2, 3),
+    "freq2-offset2": (0, 1, 3, 5),
+    "freq4-offset3": (0, 1, 2, 6, 10),
+    "irregular": (0, 1, 3),
+}
+
+
+@dataclasses.dataclass
+class Expected:
+    """What transformers computes: logits by token ids, gradients of the whole batch by HF name."""
+
+    folder: object
+    logits: dict[tuple[int, ...], torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+def expect(folder, patch=lambda model: None) -> Expected:
+    model = reference(folder)
+    patch(model)
+    logits = {}
+    for trajectory in TRAJECTORIES:
+        ids = torch.tensor(trajectory.token_ids)
+        found, _ = reference_logits(model, ids)
+        (found * LOSS_ROWS[ids]).sum().backward()
+        logits[tuple(ids.tolist())] = found.detach()
+    return Expected(folder, logits, reference_gradients(model))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """kind -> Expected, each made once."""
+    made = {}
+
+    def make(kind: str) -> Expected:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("dsa") / kind
+            make_family_folder("glm_moe_dsa", folder, mtp=False, seed=6, rms_norm_eps=1e-6, **KINDS[kind])
+            made[kind] = expect(folder)
+        return made[kind]
+
+    return make
+
+
+def build(folder, layout, recompute="none"):
+    """A rank's policy with the folder's weights."""
+    config = load_config(None, [f"parallel.{key}={value}" for key, value in layout.items()])
+    world = start_world(config)
+    hf = HFFolder(folder)
+    shape = read_shape(hf.config)
+    chunks = build_model("policy", hf.config, config.parallel, torch.float32)
+    load_weights(chunks, hf, shape, world)
+    if recompute == "full":
+        for chunk in chunks:
+            model_config = chunk.config
+            model_config.recompute_granularity, model_config.recompute_method = "full", "uniform"
+            model_config.recompute_num_layers = 1
+    return config, world, hf, shape, chunks
+
+
+def one_pass(folder, layout, recompute="none"):
+    """Forward and backward of the whole batch on this rank.
+
+    -> (tp rank, [(token ids, local logits) of a trajectory], [(HF name, dim, start, length, gradient)], names without
+    gradient).
+    """
+    config, world, hf, shape, chunks = build(folder, layout, recompute)
+    exporter = Exporter(chunks, shape, world)
+    check_names(exporter.slices_by_rank, hf, shape)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
+    share = share_of(pack(TRAJECTORIES, 0, lambda domain: (0.8, 3.0)), world.dp, world.dp_size, BUDGET, world.tp_size)
+    assert len(share.micro_batches) > 1
+
+    def loss(logits, micro_batch):
+        rows = LOSS_ROWS[micro_batch.batch.token_ids].chunk(world.tp_size, dim=1)[world.tp]
+        return (logits * rows).sum(), {"logits": logits.detach().clone(), "batch": micro_batch.batch}
+
+    logits = []
+    for report in run_schedule(wrapped, share.micro_batches, loss, backward=True):
+        lengths = report["batch"].lengths().tolist()
+        for ids, local in zip(report["batch"].token_ids.split(lengths), report["logits"].split(lengths), strict=True):
+            logits.append((tuple(ids.tolist()), local))
+    return world.tp, logits, *gradient_pieces(chunks, shape, world)
+
+
+def gradient_pieces(chunks, shape, world):
+    tensors = model_tensors(chunks)
+    gradients = {key: tensor.main_grad for key, tensor in tensors.items() if hasattr(tensor, "main_grad")}
+    described = describe(chunks)
+    pieces = local_slices([t for t in described if t.key in gradients], shape, tensor_ranks(world))
+    found = [(p.hf_name, p.dim, p.start, p.length, slice_view(p, gradients).clone()) for p in pieces]
+    return found, [t.name for t in described if t.key not in gradients]
+
+
+def assert_equal_to(expected: Expected, results, tolerance=1e-5):
+    """Every rank's logits and gradients are transformers', and together they are all of them."""
+    seen = {ids: {} for ids in expected.logits}
+    held = {name: torch.zeros(gradient.shape, dtype=torch.bool) for name, gradient in expected.gradients.items()}
+    tp_size = 1 + max(tp for tp, *_ in results)
+    for tp, logits, pieces, _ in results:
+        for ids, local in logits:
+            whole = expected.logits[ids].chunk(tp_size, dim=1)[tp]
+            torch.testing.assert_close(local, whole, atol=tolerance, rtol=0)
+            seen[ids][tp] = True
+        for name, dim, start, length, gradient in pieces:
+            whole = expected.gradients[name]
+            scale = float(whole.abs().max())
+            off = float((gradient - whole.narrow(dim, start, length)).abs().max())
+            assert scale > 0 or ".experts." in name, f"{name} has no gradient"  # an expert may get no token
+            assert off <= tolerance * scale, f"gradient of {name}: {off} of {scale}"
+            held[name].narrow(dim, start, length).fill_(True)
+    assert all(len(parts) == tp_size for parts in seen.values())
+    missing = {name for name, mask in held.items() if not bool(mask.all())}
+    without = {n for n in expected.gradients if "indexer" in n or "e_score" in n}
+    assert missing == without
+    assert all(float(expected.gradients[name].abs().max()) == 0 for name in without)
+
+
+def world_of(layout) -> int:
+    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_logits_and_gradients_equal_transformers(expected, kind, layout):
+    axes = LAYOUTS[layout]
+    results = run_ranks(world_of(axes), one_pass, expected(kind).folder, axes, timeout_s=90)
+    assert_equal_to(expected(kind), results)
+    names = {name.split(".self_attention.")[1] for *_, without in results for name in without if "indexer" in name}
+    assert names == {
+        f"core_attention.indexer.{part}"
+        for part in ("linear_wq_b.weight", "linear_wk.weight", "k_norm.weight", "k_norm.bias")
+        + ("linear_weights_proj.weight",)
+    }
+    layers = {int(name.split(".")[2]) for *_, without in results for name in without if "indexer" in name}
+    assert layers == set(FULL_LAYERS[kind])
