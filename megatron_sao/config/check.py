@@ -54,7 +54,6 @@ def check_layout_is_built(cfg: Config) -> None:
 
 
 _BUILT = {
-    "cp": 1,
     "vpp": 1,
     "first_stage_layers": 0,
     "last_stage_layers": 0,

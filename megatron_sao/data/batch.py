@@ -4,9 +4,9 @@ Shapes: N trajectories laid end to end make S packed tokens; `starts` int64 [N+1
 Index rule, everywhere in this project: entry i of a per-token tensor is ABOUT token i, given the tokens before it in
 its trajectory. `logp[i]` scores token i, `value[i]` judges the prefix before token i, `advantage[i]` belongs to the
 choice of token i.
-A decoder's output at position j, however, is about token j + 1. `to_decoder` and `from_decoder` are the only two
-functions that convert between the two readings of packed tokens. The first token of a trajectory has no prefix: it is
-never an action.
+A decoder's output at position j, however, is about token j + 1. `to_decoder` is the only function that shifts; a
+micro-batch (data/share.py) asks it once and remembers which token each decoder position is about. The first token of a
+trajectory has no prefix: it is never an action.
 """
 
 from collections.abc import Callable, Sequence
@@ -140,21 +140,7 @@ def to_decoder(about_token: torch.Tensor, starts: torch.Tensor, fill: float | in
         about_token: [S] any dtype. starts: int64 [N+1].
     Returns: [S], same dtype; gradient flows through.
     """
+    is_last = torch.zeros(len(about_token), dtype=torch.bool, device=about_token.device)
+    is_last[starts[1:][starts.diff() > 0] - 1] = True
     moved = torch.roll(about_token, -1, dims=0)
-    return torch.where(_is_at(starts[1:] - 1, starts), torch.full_like(moved, fill), moved)
-
-
-def from_decoder(at_position: torch.Tensor, starts: torch.Tensor, fill: float | int | bool = 0) -> torch.Tensor:
-    """Decoder outputs -> per token: x[i] = y[i - 1] inside a trajectory, `fill` at its first token.
-
-    Args and returns as `to_decoder`.
-    """
-    moved = torch.roll(at_position, 1, dims=0)
-    return torch.where(_is_at(starts[:-1], starts), torch.full_like(moved, fill), moved)
-
-
-def _is_at(positions: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """True at `positions` of non-empty trajectories: bool [S]."""
-    marks = torch.zeros(int(starts[-1]), dtype=torch.bool, device=starts.device)
-    marks[positions[starts.diff() > 0]] = True
-    return marks
+    return torch.where(is_last, torch.full_like(moved, fill), moved)

@@ -1,34 +1,51 @@
 """What one data-parallel rank works on in a step: its trajectories, cut into micro-batches."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_sao.data.balance import micro_batches
-from megatron_sao.data.batch import PackedBatch
+from megatron_sao.data.batch import PackedBatch, to_decoder
+from megatron_sao.data.context import context_index, segment_multiple
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some trajectories of a share, with filler tokens behind them where a layout needs a round number of tokens.
+    """Some whole trajectories of a share, and what of them this rank's decoder sees: P positions.
 
-    The fillers form a segment of their own: no real token attends to them, no loss reads them. A micro-batch without
-    trajectories (a rank has fewer than its peers) is all filler.
+    Without context parallelism the decoder sees all tokens; with it, two pieces of each trajectory (data/context.py).
+    Where a layout needs round numbers, filler tokens stand behind the tokens of a trajectory and in a segment of their
+    own at the end: no real token attends to them, no loss reads them. A micro-batch without trajectories (a rank has
+    fewer than its peers) is all filler.
     """
 
-    batch: PackedBatch
+    batch: PackedBatch  # whole trajectories, without fillers
     token_index: torch.Tensor  # int64 [S]: positions of these tokens in the share
-    num_filler_tokens: int
+    segment_starts: torch.Tensor  # int64 [segments + 1]: cumulative lengths of what attention sees, fillers included
+    token_ids: torch.Tensor  # int64 [P]: what this rank's decoder reads
+    about: torch.Tensor  # int64 [P]: which token of `batch` an output is about; -1: none (fillers, last tokens)
 
-    def padded_token_ids(self) -> torch.Tensor:
-        """int64 [S + fillers]"""
-        return torch.cat([self.batch.token_ids, self.batch.token_ids.new_zeros(self.num_filler_tokens)])
+    def at_positions(self, about_token: torch.Tensor, fill: float | int | bool = 0) -> torch.Tensor:
+        """What is known about each token, laid where this rank's decoder has its say on that token.
 
-    def padded_starts(self) -> torch.Tensor:
-        """Cumulative lengths with the filler segment at the end, empty trajectories left out: int64."""
-        end = self.batch.num_tokens + self.num_filler_tokens
-        return torch.unique(torch.cat([self.batch.starts, self.batch.starts.new_tensor([0, end])]))
+        Args: about_token: [S] any dtype.
+        Returns: [P], same dtype and device; `fill` where an output is about no token.
+        """
+        filled = torch.cat([about_token, about_token.new_full((1,), fill)])
+        return filled[self.about.to(about_token.device)]  # -1 is the last entry, the fill
+
+    def onto_tokens(self, at_position: torch.Tensor) -> torch.Tensor:
+        """Outputs of this rank's decoder laid back on the tokens that they are about.
+
+        Args: at_position: [P], on the CPU.
+        Returns: [S], same dtype; 0 at first tokens and at tokens that another context rank has the say on.
+        """
+        is_about = self.about >= 0
+        about_token = at_position.new_zeros(self.batch.num_tokens)
+        about_token[self.about[is_about]] = at_position[is_about]
+        return about_token
 
 
 @dataclass(frozen=True)
@@ -44,21 +61,31 @@ class Share:
     step_group_n: torch.Tensor  # int64 [all trajectories of the step]
 
 
-def share_of(batch: PackedBatch, rank: int, num_ranks: int, budget_tokens: int, multiple: int) -> Share:
-    """The part of `rank` out of `num_ranks` data-parallel ranks.
+def share_of(
+    batch: PackedBatch,
+    rank: int,
+    num_ranks: int,
+    budget_tokens: int,
+    multiple: int,
+    context_rank: int = 0,
+    num_context_ranks: int = 1,
+) -> Share:
+    """The part of `rank` out of `num_ranks` data-parallel ranks; its context ranks differ in their positions alone.
 
     Args:
         batch: the whole step; the same on every rank.
-        budget_tokens: largest micro-batch in tokens (a longer trajectory stands alone).
-        multiple: tokens of a micro-batch are filled up to a multiple of it (size of the tensor axis, which cuts them
-            under sequence parallelism).
+        budget_tokens: largest micro-batch in tokens, fillers behind trajectories included (a longer one stands alone).
+        multiple: a context rank's positions are filled up to a multiple of it (size of the tensor axis, which cuts
+            them under sequence parallelism).
     """
-    plan = micro_batches(batch.lengths().tolist(), num_ranks, budget_tokens)[rank]
+    lengths = filled_lengths(batch.lengths(), num_context_ranks).tolist()
+    plan = micro_batches(lengths, num_ranks, budget_tokens)[rank]
     mine = [number for part in plan for number in part]
     share_batch = batch.select(mine)
     parts, first = [], 0
     for part in plan:
-        parts.append(_micro_batch(share_batch, range(first, first + len(part)), multiple))
+        numbers = range(first, first + len(part))
+        parts.append(micro_batch_of(share_batch, numbers, multiple, context_rank, num_context_ranks))
         first += len(part)
     has_action = torch.zeros(batch.num_trajectories, dtype=torch.bool)
     has_action[batch.trajectory_of_token()[batch.action_mask]] = True
@@ -73,7 +100,32 @@ def share_of(batch: PackedBatch, rank: int, num_ranks: int, budget_tokens: int, 
     )
 
 
-def _micro_batch(share_batch: PackedBatch, numbers: Sequence[int], multiple: int) -> MicroBatch:
+def filled_lengths(lengths: torch.Tensor, num_context_ranks: int) -> torch.Tensor:
+    """Tokens of each trajectory with the fillers behind it: int64 [N]; the lengths themselves for one context rank."""
+    unit = segment_multiple(num_context_ranks)
+    return -(-lengths // unit) * unit
+
+
+def micro_batch_of(
+    share_batch: PackedBatch,
+    numbers: Sequence[int],
+    multiple: int = 1,
+    context_rank: int = 0,
+    num_context_ranks: int = 1,
+) -> MicroBatch:
+    """The micro-batch of some trajectories of a share, as one context rank sees it. Arguments as `share_of`."""
     batch = share_batch.select(list(numbers))
-    fillers = -batch.num_tokens % multiple if batch.num_tokens else multiple
-    return MicroBatch(batch, share_batch.token_index(list(numbers)), fillers)
+    lengths = filled_lengths(batch.lengths(), num_context_ranks)
+    num_filled = int(lengths.sum())
+    whole = math.lcm(segment_multiple(num_context_ranks), num_context_ranks * multiple)
+    rest = -num_filled % whole if num_filled else whole
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    place = torch.arange(batch.num_tokens) + torch.repeat_interleave(starts[:-1] - batch.starts[:-1], batch.lengths())
+    token_ids = batch.token_ids.new_zeros(num_filled + rest)
+    token_ids[place] = batch.token_ids
+    about = torch.full_like(token_ids, -1)
+    about[place] = to_decoder(torch.arange(batch.num_tokens), batch.starts, fill=-1)
+    segment_starts = torch.unique(torch.cat([starts, starts.new_tensor([num_filled + rest])]))  # no empty segment
+    held = context_index(segment_starts, num_context_ranks)[context_rank]
+    token_index = share_batch.token_index(list(numbers))
+    return MicroBatch(batch, token_index, segment_starts, token_ids[held], about[held])

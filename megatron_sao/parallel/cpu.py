@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_sao.data.context import context_index, positions_in_segments
+
 _CPU = torch.device("cpu")
 
 
@@ -130,22 +132,13 @@ def _patch_packed_rope() -> None:
     128 short trajectories cost more than the rest of the layer. Here: one gather of the angles by position."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    original = rope_utils._apply_rotary_pos_emb_thd
-
-    def packed_rope(t, cu_seqlens, freqs, *args, cp_group=None, **kwargs):
-        if cp_group is None or cp_group.size() > 1:  # a context-parallel share holds two pieces of each sequence
-            return original(t, cu_seqlens, freqs, *args, cp_group=cp_group, **kwargs)
+    def packed_rope(t, cu_seqlens, freqs, *args, cp_group, **kwargs):
         position = positions_in_segments(cu_seqlens)
+        if cp_group.size() > 1:
+            position = position[context_index(cu_seqlens, cp_group.size())[cp_group.rank()]]
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[position], *args, **kwargs).squeeze(1)
 
     rope_utils._apply_rotary_pos_emb_thd = packed_rope
-
-
-def positions_in_segments(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Position of every packed token inside its own segment: int64 [S], from cumulative lengths [N+1]."""
-    cu_seqlens = cu_seqlens.long()
-    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
-    return torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device) - starts
 
 
 def enter() -> None:

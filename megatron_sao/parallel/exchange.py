@@ -70,10 +70,13 @@ def any_rank(flag: bool) -> bool:
 def merge_over_data(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Named statistics over the data-parallel ranks: those called `max_...` by maximum, all others by sum.
 
+    The ranks of a context axis have the same share, with whole trajectories: each hands in the statistics of all of it,
+    and they are counted once.
+
     Args: named: any shapes; the same names and shapes on every rank, also on one without tokens.
     Returns: float64 on the CPU, equal on every rank. Collective: the data axis.
     """
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=False)
     merged = {name: value.detach().to("cpu", torch.float64) for name, value in named.items()}
     if group.size() == 1:
         return merged

@@ -22,6 +22,8 @@ class World:
     tp_size: int
     pp: int
     pp_size: int
+    cp: int
+    cp_size: int
     ep: int
     ep_size: int
     etp: int
@@ -78,6 +80,8 @@ def current_world() -> World:
         tp_size=ps.get_tensor_model_parallel_world_size(),
         pp=ps.get_pipeline_model_parallel_rank(),
         pp_size=ps.get_pipeline_model_parallel_world_size(),
+        cp=ps.get_context_parallel_rank(),
+        cp_size=ps.get_context_parallel_world_size(),
         ep=ps.get_expert_model_parallel_rank(),
         ep_size=ps.get_expert_model_parallel_world_size(),
         etp=ps.get_expert_tensor_parallel_rank(),

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron_sao.data.share import MicroBatch
+from megatron_sao.parallel.context import context_size
 
 LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, Any]]]
 
@@ -31,7 +32,7 @@ def run_schedule(
 
     Args:
         chunks: model chunks; wrapped for data parallelism when `backward`.
-        loss_function: (decoder output [S, V/tp] or [S, num_outputs] without fillers, micro-batch) ->
+        loss_function: (decoder output [P, V/tp] or [P, num_outputs] at this rank's positions, micro-batch) ->
             (share of the loss, scalar; report). Runs on the last pipeline stage only. Tensors in the report are
             the caller's: detach them.
     Returns: the reports in micro-batch order on the last pipeline stage, [] elsewhere.
@@ -57,26 +58,36 @@ def run_schedule(
 def _forward_step(loss_function: LossFunction, iterator, model):
     micro_batch = next(iterator)
     device = next(model.parameters()).device
-    token_ids = micro_batch.padded_token_ids().to(device)
+    token_ids = micro_batch.token_ids.to(device)
     output = model(token_ids[None], None, None, packed_seq_params=packed_sequence(micro_batch, device))
     return output, partial(_loss, loss_function, micro_batch)
 
 
 def _loss(loss_function: LossFunction, micro_batch: MicroBatch, output: torch.Tensor):
-    loss, report = loss_function(output[0, : micro_batch.batch.num_tokens], micro_batch)
+    loss, report = loss_function(output[0], micro_batch)
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
 
 def packed_sequence(micro_batch: MicroBatch, device) -> PackedSeqParams:
-    """Megatron's description of the segments; a new one for each micro-batch (it may carry state between layers)."""
-    cu_seqlens = micro_batch.padded_starts().to(device=device, dtype=torch.int32)
-    longest = int(cu_seqlens.diff().max())
+    """Megatron's description of the segments; a new one for each micro-batch (it may carry state between layers).
+
+    Lengths are of whole segments, not of what a context rank holds, and include the fillers behind a trajectory: causal
+    order keeps those from real tokens, and a segment that is all "real" needs none of transformer-engine's kernels for
+    padding between sequences (FlashAttention has none). Under context parallelism transformer-engine insists on the
+    padded lengths too, and would compare the two on the GPU in every layer unless told that nothing lies between.
+    """
+    cu_seqlens = micro_batch.segment_starts.to(device=device, dtype=torch.int32)
+    longest = int(micro_batch.segment_starts.diff().max())
+    padded = {}
+    if context_size() > 1:
+        padded = dict(cu_seqlens_q_padded=cu_seqlens, cu_seqlens_kv_padded=cu_seqlens, pad_between_seqs=False)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        **padded,
     )
 
 

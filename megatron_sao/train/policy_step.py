@@ -7,7 +7,6 @@ from megatron_sao.algo.masked import masked_sum, trajectory_mean_denominator
 from megatron_sao.algo.policy_losses import one_sided_weight, ppo_clip_loss
 from megatron_sao.config import Config
 from megatron_sao.config.algo import Algo
-from megatron_sao.data.batch import PackedBatch
 from megatron_sao.data.share import MicroBatch, Share
 from megatron_sao.models.optimizer import TrainedModel
 from megatron_sao.parallel.exchange import merge_over_data
@@ -31,10 +30,8 @@ def policy_update(
     temperature = config.sampling.temperature
 
     def loss_function(logits: torch.Tensor, micro_batch: MicroBatch):
-        batch = micro_batch.batch.to(logits.device)
         logp, entropy = learner_logprob(logits, micro_batch, temperature, true_vocab)
-        advantage_here = advantage[micro_batch.token_index].to(logits.device)
-        loss = policy_loss(config.algo, logp, batch, advantage_here, share)
+        loss = policy_loss(config.algo, logp, micro_batch, advantage, share)
         return loss, {"loss": loss.detach().clone(), "logp": logp.detach().cpu(), "entropy": entropy.cpu()}
 
     model.zero_grad()
@@ -52,23 +49,31 @@ def policy_update(
 
 
 def policy_loss(
-    algo: Algo, logp_learner: torch.Tensor, batch: PackedBatch, advantage: torch.Tensor, share: Share
+    algo: Algo, logp_learner: torch.Tensor, micro_batch: MicroBatch, advantage: torch.Tensor, share: Share
 ) -> torch.Tensor:
-    """This micro-batch's part of the policy loss: -sum f(ratio) * A * logp / (what the whole step counts).
+    """This rank's part of the policy loss of a micro-batch: -sum f(ratio) * A * logp / (what the whole step counts).
 
-    Args: logp_learner float32 [S] with gradient; advantage float32 [S]; both about the tokens of `batch`.
+    Args:
+        logp_learner: float32 [P] with gradient, at this rank's positions of the micro-batch.
+        advantage: float32 [S] over the share, of which the micro-batch is a part.
     """
+    batch = micro_batch.batch
+
+    def here(x: torch.Tensor) -> torch.Tensor:
+        return micro_batch.at_positions(x).to(logp_learner.device)
+
     if algo.aggregation == "token":
         count = share.num_step_action_tokens
     else:
-        count = trajectory_mean_denominator(batch.action_mask, batch.starts, share.num_step_trajectories)
-    given = (logp_learner, batch.logp_sampler, advantage, batch.action_mask)
-    eps = {"eps_low": batch.eps_low_t, "eps_high": batch.eps_high_t}
+        count = here(trajectory_mean_denominator(batch.action_mask, batch.starts, share.num_step_trajectories))
+    advantage, mask = here(advantage[micro_batch.token_index]), here(batch.action_mask)
+    given = (logp_learner, here(batch.logp_sampler), advantage, mask)
+    eps = {"eps_low": here(batch.eps_low_t), "eps_high": here(batch.eps_high_t)}
     if algo.loss == "dis":
         return dis_loss(*given, **eps, num_action_tokens=count)
     if algo.loss == "one_sided":
-        weight = one_sided_weight(logp_learner, batch.logp_sampler, advantage, **eps)
-        return policy_gradient_loss(weight, logp_learner, advantage, batch.action_mask, num_action_tokens=count)
+        weight = one_sided_weight(*given[:3], **eps)
+        return policy_gradient_loss(weight, logp_learner, advantage, mask, num_action_tokens=count)
     return ppo_clip_loss(
         *given, clip_low=algo.ppo_clip_low, clip_high=algo.ppo_clip_high, num_action_tokens=count
     )

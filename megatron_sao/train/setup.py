@@ -50,8 +50,16 @@ class Trainer:
                 f"the batch of version {policy_version} holds a token {oldest} versions old; schedule.max_staleness"
                 f" = {limit}"
             )
-        parallel = self.config.parallel
-        return share_of(batch, self.world.dp, self.world.dp_size, parallel.micro_batch_tokens, multiple=parallel.tp)
+        world, parallel = self.world, self.config.parallel
+        return share_of(
+            batch,
+            world.dp,
+            world.dp_size,
+            parallel.micro_batch_tokens,
+            multiple=parallel.tp,
+            context_rank=world.cp,
+            num_context_ranks=world.cp_size,
+        )
 
     def check_frozen(self) -> int:
         """Compare the value model's frozen tensors with their state at the start, bit by bit; -> how many there are.

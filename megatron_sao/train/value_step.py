@@ -2,11 +2,11 @@
 
 import torch
 
-from megatron_sao.data.batch import to_decoder
 from megatron_sao.data.share import MicroBatch, Share
 from megatron_sao.models.optimizer import TrainedModel
-from megatron_sao.parallel.exchange import from_last_stage, merge_over_data
+from megatron_sao.parallel.exchange import merge_over_data
 from megatron_sao.parallel.schedule import is_last_stage, run_schedule
+from megatron_sao.train.shares import whole_from_last_stage
 from megatron_sao.train.values import ValueReadout
 
 
@@ -22,13 +22,13 @@ def value_update(
     """
 
     def loss_function(outputs: torch.Tensor, micro_batch: MicroBatch):
-        batch, index = micro_batch.batch, micro_batch.token_index
+        index = micro_batch.token_index
 
-        def at_position(x: torch.Tensor) -> torch.Tensor:
-            return to_decoder(x, batch.starts).to(outputs.device)
+        def here(x: torch.Tensor) -> torch.Tensor:
+            return micro_batch.at_positions(x).to(outputs.device)
 
-        mask = at_position(batch.action_mask)
-        wanted, old = at_position(target[index]), at_position(value_before[index])
+        mask = here(micro_batch.batch.action_mask)
+        wanted, old = here(target[index]), here(value_before[index])
         loss = readout.loss(outputs, wanted, old, mask, share.num_step_action_tokens)
         return loss, {"loss": loss.detach().clone()}  # the schedule works on the loss tensor in place
 
@@ -45,6 +45,6 @@ def value_update(
 
 
 def step_loss(reports: list[dict]) -> float:
-    """The loss of the whole step from the shares in `reports`. Collective: pipeline and data axes."""
+    """The loss of the whole step from the shares in `reports`. Collective: context, pipeline and data axes."""
     local = torch.stack([r["loss"].float().cpu() for r in reports]).sum() if is_last_stage() else None
-    return float(merge_over_data({"loss": from_last_stage(local, ())})["loss"])
+    return float(merge_over_data({"loss": whole_from_last_stage(local, ())})["loss"])

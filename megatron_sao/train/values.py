@@ -4,7 +4,6 @@ import torch
 
 from megatron_sao.algo.value_loss import HLGaussSupport, hl_gauss_loss, hl_gauss_value, value_loss
 from megatron_sao.config.value import Value
-from megatron_sao.data.batch import from_decoder
 from megatron_sao.data.share import MicroBatch, Share
 from megatron_sao.parallel.schedule import run_schedule
 from megatron_sao.train.shares import scatter_to_share
@@ -54,8 +53,7 @@ def infer_values(chunks: list[torch.nn.Module], share: Share, readout: ValueRead
     """
 
     def collect(outputs: torch.Tensor, micro_batch: MicroBatch):
-        about_next = readout.values(outputs).float().cpu()
-        return outputs.new_zeros(()), {"value": from_decoder(about_next, micro_batch.batch.starts)}
+        return outputs.new_zeros(()), {"value": readout.values(outputs).float().cpu()}
 
     reports = run_schedule(chunks, share.micro_batches, collect, backward=False)
     return scatter_to_share(reports, "value", share)

@@ -33,7 +33,8 @@ def megatron_logp(folder, layout):
     shape = read_shape(hf.config)
     chunks = build_model("policy", hf.config, config.parallel, torch.float32)
     load_weights(chunks, hf, shape, world)
-    share = share_of(pack(TRAJECTORIES, 0, lambda domain: (0.8, 3.0)), world.dp, world.dp_size, 64, config.parallel.tp)
+    batch = pack(TRAJECTORIES, 0, lambda domain: (0.8, 3.0))
+    share = share_of(batch, world.dp, world.dp_size, 64, config.parallel.tp, world.cp, world.cp_size)
 
     def collect(logits, micro_batch):
         logp, entropy = learner_logprob(logits, micro_batch, 0.7, shape.vocab)
@@ -66,8 +67,8 @@ def reference(folder):
 
 @pytest.mark.parametrize(
     "world_size, layout",
-    [(1, {}), (2, dict(tp=2, ep=2)), (2, dict(tp=2)), (2, dict(dp=2, ep=2)), (2, dict(pp=2))],
-    ids=["1", "tp2-ep2", "tp2", "ep2", "pp2"],
+    [(1, {}), (2, dict(tp=2, ep=2)), (2, dict(tp=2)), (2, dict(dp=2, ep=2)), (2, dict(pp=2)), (2, dict(cp=2))],
+    ids=["1", "tp2-ep2", "tp2", "ep2", "pp2", "cp2"],
 )
 def test_log_probs_equal_transformers(tiny_folder, world_size, layout):
     expected = reference(tiny_folder)
@@ -85,7 +86,9 @@ def test_log_probs_equal_transformers(tiny_folder, world_size, layout):
     assert seen == set(expected)
 
 
-@pytest.mark.parametrize("layout", [dict(tp=2, ep=2), dict(pp=2), dict(dp=2, ep=2)], ids=["tp2-ep2", "pp2", "ep2"])
+@pytest.mark.parametrize(
+    "layout", [dict(tp=2, ep=2), dict(pp=2), dict(dp=2, ep=2), dict(cp=2)], ids=["tp2-ep2", "pp2", "ep2", "cp2"]
+)
 def test_exported_slices_tile_the_folder_bit_for_bit(tiny_folder, layout):
     results = run_ranks(2, megatron_logp, tiny_folder, layout, timeout_s=90)
     folder = HFFolder(tiny_folder)

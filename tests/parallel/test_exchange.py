@@ -6,6 +6,7 @@ import torch
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.algo.statistics import moments, whitened
 from megatron_sao.config import load_config
+from megatron_sao.parallel.context import sum_over_context
 from megatron_sao.parallel.exchange import any_rank, broadcast_object, from_last_stage, gather_objects, merge_over_data
 from megatron_sao.parallel.init import start_world
 from tests.support.ranks import RankFailure, run_ranks
@@ -77,6 +78,18 @@ def merging_beside_model_parallel_ranks():
 def test_only_the_data_axis_is_summed():
     """tp 2 x dp 2: both tensor ranks of a copy hold the same tokens, which count once."""
     assert sorted(run_ranks(4, merging_beside_model_parallel_ranks)) == [(0, 11), (0, 11), (1, 11), (1, 11)]
+
+
+def merging_beside_context_ranks():
+    world = world_of(cp=2, dp=2)
+    part = torch.tensor([10.0**world.dp, float(world.cp)])
+    return world.dp, merge_over_data({"n": part[:1]})["n"].tolist(), sum_over_context(part).tolist()
+
+
+def test_context_ranks_hold_the_same_share_and_parts_of_what_is_said_about_it():
+    """cp 2 x dp 2: statistics of the share count once, what the decoders say of its tokens is added up."""
+    found = run_ranks(4, merging_beside_context_ranks)
+    assert sorted(found) == [(0, [11], [2, 1]), (0, [11], [2, 1]), (1, [11], [20, 1]), (1, [11], [20, 1])]
 
 
 # ---- from the last pipeline stage ------------------------------------------------------------------------------

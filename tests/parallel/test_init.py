@@ -6,7 +6,6 @@ import torch
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
 from megatron_sao.errors import ConfigError
-from megatron_sao.parallel.cpu import positions_in_segments
 from megatron_sao.parallel.init import start_world, stop_world
 from tests.support.ranks import run_ranks
 
@@ -29,6 +28,9 @@ def place(layout, names):
         (dict(tp=2, dp=2, ep=4), ("tp", "dp", "ep", "etp"), [(0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 2, 0), (1, 1, 3, 0)]),
         (dict(tp=2, dp=2, etp=2, ep=2), ("ep", "etp"), [(0, 0), (0, 1), (1, 0), (1, 1)]),
         (dict(dp=2), ("dp_size", "tp_size", "pp_size", "ep_size", "size"), [(2, 1, 1, 1, 2)] * 2),
+        (dict(cp=2, dp=2), ("cp", "dp"), [(0, 0), (1, 0), (0, 1), (1, 1)]),
+        (dict(cp=2), ("cp_size", "dp_size", "size"), [(2, 1, 2)] * 2),
+        (dict(tp=2, cp=2, ep=4), ("tp", "cp", "ep", "dp"), [(0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 2, 0), (1, 1, 3, 0)]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -47,11 +49,6 @@ def refusal(layout):
 def test_a_world_of_another_size_is_refused_with_both_numbers():
     (text,) = run_ranks(1, refusal, dict(tp=2, dp=3))
     assert "2 * 1 * 1 * 3 = 6" in text and "started with 1 ranks" in text
-
-
-def test_context_parallelism_is_refused_and_not_ignored():
-    for text in run_ranks(2, refusal, dict(cp=2)):
-        assert text.startswith("parallel.cp = 2")
 
 
 def twice(seed):
@@ -90,8 +87,3 @@ def test_random_regions_are_independent_without_cuda_too():
     assert first["data-parallel-rng"] == second["data-parallel-rng"]
     assert first["model-parallel-rng"] != second["model-parallel-rng"]
     assert first["expert-parallel-rng"] != second["expert-parallel-rng"]
-
-
-def test_positions_start_anew_in_each_segment():
-    found = positions_in_segments(torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32))
-    assert found.tolist() == [0, 1, 2, 0, 0, 1] and found.dtype == torch.int64

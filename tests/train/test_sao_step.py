@@ -10,7 +10,7 @@ from msgspec.structs import replace
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
 from megatron_sao.data.batch import pack
-from megatron_sao.data.share import MicroBatch, Share
+from megatron_sao.data.share import Share, micro_batch_of
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import model_tensors
 from megatron_sao.parallel.init import start_world
@@ -131,8 +131,7 @@ def regrouped(folder, grouping):
     parts, first = [], 0
     for part in mine:
         numbers = list(range(first, first + len(part)))
-        chosen = batch.select(numbers)
-        parts.append(MicroBatch(chosen, batch.token_index(numbers), 0 if len(part) else 1))
+        parts.append(micro_batch_of(batch, numbers))
         first += len(part)
     share = Share(batch, parts, 8, 3, [], torch.zeros(3), torch.zeros(3, dtype=torch.int64))
     old = torch.zeros(batch.num_tokens)
@@ -179,11 +178,13 @@ def in_order(folder, overrides):
     before = infer_values(models.value.wrapped, share, models.readout)
     result = step(trainer)
     after = infer_values(models.value.wrapped, share, models.readout)
-    expected = [
-        float(policy_loss(algo, logp, share.batch, policy_advantages(share, value, algo), share))
-        for value in (before, after)
-    ]
-    return result.metrics["policy/loss"], *expected
+
+    def loss_for(value):
+        advantage = policy_advantages(share, value, algo)
+        parts = [(part, part.at_positions(logp[part.token_index])) for part in share.micro_batches]
+        return float(sum(policy_loss(algo, logp_here, part, advantage, share) for part, logp_here in parts))
+
+    return result.metrics["policy/loss"], loss_for(before), loss_for(after)
 
 
 @pytest.mark.parametrize("order", ["updated_values", "values_before"])

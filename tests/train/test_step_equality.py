@@ -26,6 +26,9 @@ LAYOUTS = {
     "pp2": dict(pp=2),
     "tp2-pp2-ep2": dict(tp=2, pp=2, ep=2),
     "pp2-dp2-ep2": dict(pp=2, dp=2, ep=2),
+    "cp2": dict(cp=2),
+    "cp2-tp2-ep4": dict(cp=2, tp=2, ep=4),
+    "cp2-pp2": dict(cp=2, pp=2),
 }
 # Where every weight has one data-parallel copy. With more, the distributed optimizer leaves each rank only its share of
 # the reduced gradients, and the weights speak for them: at epsilon 1 and rate 1 Adam's update is the gradient, nearly.
@@ -105,7 +108,7 @@ def reference(tiny_folder):
 def test_a_step_is_equal_on_every_layout(tiny_folder, reference, layout):
     axes = LAYOUTS[layout]
     overrides = [f"parallel.{key}={value}" for key, value in axes.items()]
-    world_size = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("dp", 1)
+    world_size = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("cp", 1) * axes.get("dp", 1)
     results = run_ranks(world_size, one_step, tiny_folder, overrides, timeout_s=120)
     for step in range(2):
         for name, expected in reference[0][step].items():

@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 from tests.support.trajectories import random_trajectories
 
 TRAJECTORIES = random_trajectories(5, seed=4, longest=24)
-LAYOUTS = {"1": {}, "tp2-ep2": dict(tp=2, ep=2), "pp2": dict(pp=2), "dp2": dict(dp=2)}
+LAYOUTS = {"1": {}, "tp2-ep2": dict(tp=2, ep=2), "pp2": dict(pp=2), "dp2": dict(dp=2), "cp2": dict(cp=2)}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_values_judge_the_prefix_before_each_token(folder, expected, layout):
     assert seen == set(expected)
 
 
-@pytest.mark.parametrize("layout", ["1", "dp2"])
+@pytest.mark.parametrize("layout", ["1", "dp2", "cp2"])
 def test_the_loss_is_of_the_same_values(folder, expected, layout):
     errors = []
     for trajectory in TRAJECTORIES:
