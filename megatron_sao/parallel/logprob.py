@@ -1,51 +1,50 @@
 """Log-probabilities of given tokens with the vocabulary cut over the tensor axis, in chunks along the sequence.
 
-The [S, V] logits are never turned into fp32 as a whole: forward keeps a maximum and a sum per token, backward forms
-softmax chunk by chunk. Padded vocabulary rows get no probability.
+The [S, V] logits are never turned into fp32 as a whole: forward keeps a maximum and two sums per token, backward forms
+softmax chunk by chunk. A chunk is as many tokens as fit into `CHUNK_BYTES`, so that what this takes besides the logits
+and their gradient depends neither on S nor on V. Padded vocabulary rows get no probability.
 """
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-CHUNK_TOKENS = 2048
+# One float32 copy of a chunk; about three exist at a time. A CPU wants them in its cache, a GPU wants long kernels.
+CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, token_ids, temperature, true_vocab, group):
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-        width = logits.shape[-1]
+        num_tokens, width = logits.shape
         first = rank * width
-        local_ids = token_ids - first
-        is_here = (local_ids >= 0) & (local_ids < width)
         num_valid = max(0, min(width, true_vocab - first))  # columns beyond are padding
-        local_ids = local_ids.clamp(0, max(num_valid - 1, 0))
-        num_tokens = logits.shape[0]
-        highest = torch.empty(num_tokens, dtype=torch.float32, device=logits.device)
-        chosen = torch.empty_like(highest)
-        for part in _chunks(num_tokens):
-            scaled = logits[part].float() / temperature
-            highest[part] = (
-                scaled[:, :num_valid].amax(-1) if num_valid else torch.full_like(highest[part], float("-inf"))
-            )
-            picked = scaled.gather(-1, local_ids[part, None]).squeeze(-1)
-            chosen[part] = torch.where(is_here[part], picked, torch.zeros_like(picked))
-        if size > 1:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        total = torch.zeros_like(highest)
-        weighted = torch.zeros_like(highest)  # sum of exp(x - max) * (x - max), for the entropy
-        for part in _chunks(num_tokens):
-            shifted = logits[part, :num_valid].float() / temperature - highest[part, None]
+        is_here = (token_ids >= first) & (token_ids < first + num_valid)
+        local_ids = (token_ids - first).clamp(0, max(num_valid - 1, 0))
+        # Per token, over this rank's columns x: max x, sum of e = exp(x - max), sum of e * (x - max), x of the token.
+        lowest = torch.finfo(torch.float32).min
+        highest = torch.full((num_tokens,), lowest, dtype=torch.float32, device=logits.device)
+        total, weighted, chosen = (torch.zeros_like(highest) for _ in range(3))
+        for part in _chunks(logits) if num_valid else ():
+            shifted = _scaled(logits[part, :num_valid], temperature)
+            picked = shifted.gather(-1, local_ids[part, None]).squeeze(-1)
+            chosen[part] = torch.where(is_here[part], picked, 0.0)
+            highest[part] = shifted.amax(-1)
+            shifted.sub_(highest[part, None]).clamp_min_(lowest)  # -inf would make 0 * -inf in the last sum
             weight = shifted.exp()
             total[part] = weight.sum(-1)
-            weighted[part] = (weight * shifted).nan_to_num(0.0).sum(-1)
+            weighted[part] = weight.mul_(shifted).sum(-1)
         if size > 1:
-            packed = torch.stack([chosen, total, weighted])
+            below = highest.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+            below -= highest
+            scale = below.exp()
+            packed = torch.stack([chosen, scale * total, scale * (weighted + below * total)])
             dist.all_reduce(packed, group=group)
             chosen, total, weighted = packed.unbind(0)
         log_total = total.log()
-        ctx.save_for_backward(logits, local_ids, is_here, highest, log_total)
+        ctx.save_for_backward(logits, local_ids, is_here, highest + log_total)
         ctx.temperature, ctx.num_valid = temperature, num_valid
         entropy = log_total - weighted / total
         ctx.mark_non_differentiable(entropy)
@@ -53,23 +52,31 @@ class _VocabParallelLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        logits, local_ids, is_here, highest, log_total = ctx.saved_tensors
-        grad_logits = torch.zeros_like(logits)
-        if ctx.num_valid == 0:
-            return grad_logits, None, None, None, None
-        at_token = torch.where(is_here, grad, torch.zeros_like(grad))
-        for part in _chunks(logits.shape[0]):
-            shifted = logits[part, : ctx.num_valid].float() / ctx.temperature - (highest + log_total)[part, None]
-            chunk = shifted.exp().mul_(-grad[part, None])
+        logits, local_ids, is_here, log_normalizer = ctx.saved_tensors
+        num_valid, grad = ctx.num_valid, grad / ctx.temperature
+        grad_logits = torch.empty_like(logits)
+        grad_logits[:, num_valid:] = 0
+        at_token = torch.where(is_here, grad, 0.0)
+        for part in _chunks(logits) if num_valid else ():
+            chunk = _scaled(logits[part, :num_valid], ctx.temperature).sub_(log_normalizer[part, None])
+            chunk.exp_().mul_(-grad[part, None])
             # In float32: 1 - p of a likely token would be lost in bfloat16.
             chunk.scatter_add_(-1, local_ids[part, None], at_token[part, None])
-            grad_logits[part, : ctx.num_valid] = chunk.div_(ctx.temperature).to(logits.dtype)
+            grad_logits[part, :num_valid] = chunk
         return grad_logits, None, None, None, None
 
 
-def _chunks(num_tokens: int):
-    for start in range(0, num_tokens, CHUNK_TOKENS):
-        yield slice(start, min(start + CHUNK_TOKENS, num_tokens))
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """A float32 copy of a chunk, divided by the temperature."""
+    copy = logits.to(torch.float32, copy=True)
+    return copy if temperature == 1.0 else copy.div_(temperature)
+
+
+def _chunks(logits: torch.Tensor):
+    num_tokens, width = logits.shape
+    step = max(1, CHUNK_BYTES[logits.device.type] // (4 * width))
+    for start in range(0, num_tokens, step):
+        yield slice(start, min(start + step, num_tokens))
 
 
 def tensor_axis() -> dist.ProcessGroup:

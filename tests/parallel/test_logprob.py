@@ -45,9 +45,9 @@ def found(logits, token_ids, weight, temperature, group):
 def on_this_rank(padded_vocab, temperature, chunk_tokens):
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    logprob.CHUNK_TOKENS = chunk_tokens
     logits, token_ids, weight = inputs(padded_vocab)
     width = padded_vocab // dist.get_world_size()
+    logprob.CHUNK_BYTES = {"cpu": 4 * width * chunk_tokens}
     mine = logits[:, dist.get_rank() * width : (dist.get_rank() + 1) * width]
     return found(mine, token_ids, weight, temperature, dist.group.WORLD)
 
@@ -64,7 +64,7 @@ def test_one_process_equals_torch(padded_vocab, temperature):
 def test_chunk_borders_change_no_bit(monkeypatch, chunk_tokens):
     given = inputs(16)
     whole = found(*given, 0.7, None)
-    monkeypatch.setattr(logprob, "CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(logprob, "CHUNK_BYTES", {"cpu": 4 * 16 * chunk_tokens})
     for a, b in zip(found(*given, 0.7, None), whole, strict=True):
         assert torch.equal(a, b)
 
