@@ -22,43 +22,45 @@ class _VocabParallelLogprob(torch.autograd.Function):
         num_valid = max(0, min(width, true_vocab - first))  # columns beyond are padding
         is_here = (token_ids >= first) & (token_ids < first + num_valid)
         local_ids = (token_ids - first).clamp(0, max(num_valid - 1, 0))
-        # Per token, over this rank's columns x: max x, sum of e = exp(x - max), sum of e * (x - max), x of the token.
+        # Per token, over this rank's columns x: max x, y = (x - max) / temperature of the token, sums of e^y and y e^y.
         lowest = torch.finfo(torch.float32).min
         highest = torch.full((num_tokens,), lowest, dtype=torch.float32, device=logits.device)
         total, weighted, chosen = (torch.zeros_like(highest) for _ in range(3))
         for part in _chunks(logits) if num_valid else ():
-            shifted = _scaled(logits[part, :num_valid], temperature)
-            picked = shifted.gather(-1, local_ids[part, None]).squeeze(-1)
-            chosen[part] = torch.where(is_here[part], picked, 0.0)
-            highest[part] = shifted.amax(-1)
-            shifted.sub_(highest[part, None]).clamp_min_(lowest)  # -inf would make 0 * -inf in the last sum
-            weight = shifted.exp()
+            x = logits[part, :num_valid]
+            highest[part] = x.amax(-1).float()
+            y = _shifted(x, highest[part], temperature).clamp_min_(lowest)  # a y of -inf would make y e^y NaN
+            chosen[part] = y.gather(-1, local_ids[part, None]).squeeze(-1)
+            weight = y.exp()
             total[part] = weight.sum(-1)
-            weighted[part] = weight.mul_(shifted).sum(-1)
+            weighted[part] = weight.mul_(y).sum(-1)
         if size > 1:
             below = highest.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-            below -= highest
+            below = ((below - highest) / temperature).clamp_min_(lowest)  # stays finite on a rank of padding only
             scale = below.exp()
-            packed = torch.stack([chosen, scale * total, scale * (weighted + below * total)])
+            chosen, weighted, total = chosen + below, scale * (weighted + below * total), scale * total
+        chosen = torch.where(is_here, chosen, 0.0)
+        if size > 1:
+            packed = torch.stack([chosen, total, weighted])
             dist.all_reduce(packed, group=group)
             chosen, total, weighted = packed.unbind(0)
         log_total = total.log()
-        ctx.save_for_backward(logits, local_ids, is_here, highest + log_total)
+        ctx.save_for_backward(logits, local_ids, is_here, highest + temperature * log_total)
         ctx.temperature, ctx.num_valid = temperature, num_valid
         entropy = log_total - weighted / total
         ctx.mark_non_differentiable(entropy)
-        return chosen - highest - log_total, entropy
+        return chosen - log_total, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        logits, local_ids, is_here, log_normalizer = ctx.saved_tensors
+        logits, local_ids, is_here, normalizer = ctx.saved_tensors
         num_valid, grad = ctx.num_valid, grad / ctx.temperature
         grad_logits = torch.empty_like(logits)
         grad_logits[:, num_valid:] = 0
         at_token = torch.where(is_here, grad, 0.0)
         for part in _chunks(logits) if num_valid else ():
-            chunk = _scaled(logits[part, :num_valid], ctx.temperature).sub_(log_normalizer[part, None])
+            chunk = _shifted(logits[part, :num_valid], normalizer[part], ctx.temperature)
             chunk.exp_().mul_(-grad[part, None])
             # In float32: 1 - p of a likely token would be lost in bfloat16.
             chunk.scatter_add_(-1, local_ids[part, None], at_token[part, None])
@@ -66,10 +68,10 @@ class _VocabParallelLogprob(torch.autograd.Function):
         return grad_logits, None, None, None, None
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """A float32 copy of a chunk, divided by the temperature."""
-    copy = logits.to(torch.float32, copy=True)
-    return copy if temperature == 1.0 else copy.div_(temperature)
+def _shifted(logits: torch.Tensor, offset: torch.Tensor, temperature: float) -> torch.Tensor:
+    """(logits [s, V/tp] - offset float32 [s]) / temperature: float32, whatever the logits are."""
+    shifted = logits - offset[:, None]
+    return shifted if temperature == 1.0 else shifted.div_(temperature)
 
 
 def _chunks(logits: torch.Tensor):
