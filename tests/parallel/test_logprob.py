@@ -7,6 +7,7 @@ import torch.distributed as dist
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.parallel import logprob
 from megatron_sao.parallel.logprob import vocab_parallel_logprob
+from tests.support.memory import PeakMemory
 from tests.support.ranks import run_ranks
 
 TRUE_VOCAB, NUM_TOKENS = 10, 7
@@ -140,3 +141,31 @@ def test_the_gradient_reaches_the_logits_of_tokens_that_are_asked_for_and_no_oth
     logp, _ = vocab_parallel_logprob(logits, token_ids, temperature=1.0, true_vocab=10, group=None)
     logp[2].backward()
     assert sorted(set(logits.grad.nonzero()[:, 0].tolist())) == [2]
+
+
+def extra_bytes(function, num_tokens, vocab, dtype):
+    """Peak of what forward and backward create besides the logits' gradient."""
+    logits = torch.randn(num_tokens, vocab).to(dtype).requires_grad_()
+    token_ids = torch.randint(vocab, (num_tokens,))
+    with PeakMemory() as memory:
+        function(logits, token_ids).sum().backward()
+    assert memory.peak_bytes >= logits.nbytes and logits.grad is not None
+    return memory.peak_bytes - logits.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_memory_besides_the_gradient_is_that_of_a_few_chunks(monkeypatch, dtype):
+    chunk, per_token = 1 << 17, 100  # bytes
+    monkeypatch.setattr(logprob, "CHUNK_BYTES", {"cpu": chunk})
+
+    def chunked(logits, token_ids):
+        vocab = logits.shape[-1]
+        return vocab_parallel_logprob(logits, token_ids, temperature=0.7, true_vocab=vocab, group=None)[0]
+
+    def naive(logits, token_ids):
+        return (logits.float() / 0.7).log_softmax(-1).gather(-1, token_ids[:, None])
+
+    for num_tokens, vocab in ((128, 4096), (512, 4096), (128, 16384)):
+        limit = 3.5 * chunk + per_token * num_tokens
+        assert extra_bytes(chunked, num_tokens, vocab, dtype) <= limit
+        assert extra_bytes(naive, num_tokens, vocab, dtype) >= 4 * num_tokens * vocab > 1.5 * limit
