@@ -35,3 +35,9 @@ def data_axis_sizes() -> tuple[int, int]:
     """(copies of a dense parameter, copies of an expert's): the ranks that the optimizer state is cut over."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return dense.size(), parallel_state.get_expert_data_parallel_group().size()
+
+
+def data_axis_ranks() -> tuple[int, int]:
+    """This rank's number among the copies of dense parameters, and among those of its experts."""
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return dense.rank(), parallel_state.get_expert_data_parallel_group().rank()

@@ -1,0 +1,312 @@
+"""What backward needs of a forward pass, as a list of kept tensors: the activation memory of one rank.
+
+Letters, per rank: S tokens of a micro-batch (already cut over cp), s = S / tp (sequence parallel), b bytes of the number
+format, H hidden, n and g query heads and KV groups (cut over tp), d their width, F inner width of a dense MLP or of
+shared experts (cut over tp), r = s * top-k * etp routed tokens (balanced routing), f inner width of an expert (cut over
+etp), E experts, V vocabulary (cut over tp). Every tensor is listed twice: as the CPU's modules keep it (checked against
+the real process by tests/models/test_plan_activations.py) and as transformer-engine's with fused kernels should
+(from their source, not measured). They differ in this:
+  norms          the CPU keeps fp32 copies of input and normalised input, the GPU the input and one number a row;
+  rotary         the CPU keeps cos and sin of each call, the fused kernel nothing;
+  attention      the CPU lays segments on a padded grid (`grid` = N * longest / S) and keeps q, k, v before and after;
+                 flash attention keeps q, k, v, output and one number a row;
+  gated MLPs     the CPU keeps gate and up apart after the activation, the fused kernel only what fc1 gave;
+  permutation    indices, 8 bytes a number on the CPU, 4 on the GPU.
+A frozen linear layer keeps no input, a frozen norm no normalised input: that is what freezing attention saves here.
+Nothing is kept before the first trained parameter.
+
+With pipeline stages several micro-batches are in flight (`chunks_in_flight`). Recompute: "selective" drops what core
+attention keeps but for its inputs; "full" keeps b s H a layer and, while one layer is computed again, all it keeps.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+Recompute = Literal["none", "selective", "full"]
+Device = Literal["cpu", "gpu"]
+FP32, INDEX = 4, 8  # bytes; torch indexes with int64
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One tensor (or a few of a kind) that autograd keeps of one layer for one micro-batch."""
+
+    part: str  # "attention", "experts", ...
+    what: str
+    formula: str  # in the letters above; the first reading is the GPU's
+    cpu: float  # bytes
+    gpu: float
+    is_core: bool = False  # inside core attention: "selective" computes it again
+
+    def on(self, device: Device) -> float:
+        """Bytes on one of the two."""
+        return self.cpu if device == "cpu" else self.gpu
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch on one rank, and how it is computed."""
+
+    tokens: int  # S
+    itemsize: int  # b
+    trained: Collection[str]  # parameter groups that learn (models/groups.py)
+    grid: float = 1.0  # N * longest / S of the CPU's attention; 1 = all segments equally long
+
+
+# ---- what each part keeps --------------------------------------------------------------------------------------
+
+
+def norm_kept(part: str, what: str, rows: float, width: int, work: Work, trained: bool) -> list[Kept]:
+    """A RMSNorm over `rows` rows."""
+    copies = 2 if trained else 1
+    cpu = rows * (copies * width * FP32 + FP32)
+    return [Kept(part, f"input of the {what}", "rows (b width + 4)", cpu, rows * (width * work.itemsize + FP32))]
+
+
+def attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
+    """Grouped-query attention with its input norm, from an input that needs a gradient or with trained weights."""
+    S, b, grid, part = work.tokens, work.itemsize, work.grid, "attention"
+    s, hidden, d = S / c.tensor_model_parallel_size, c.hidden_size, c.kv_channels
+    n = c.num_attention_heads // c.tensor_model_parallel_size
+    g = max(1, c.num_query_groups // c.tensor_model_parallel_size)
+    is_trained = "attention" in work.trained
+    kept = norm_kept(part, "input norm", s, hidden, work, is_trained)
+    if is_trained:
+        kept.append(Kept(part, "input of the q, k, v projection", "b s H", b * s * hidden, b * s * hidden))
+    projected = b * S * (n + 2 * g) * d
+    kept.append(Kept(part, "q, k, v as projected (v is used from here)", "b S (n + 2g) d", projected, projected))
+    if c.qk_layernorm:
+        kept += norm_kept(part, "q norm", S * n, d, work, is_trained)
+        kept += norm_kept(part, "k norm", S * g, d, work, is_trained)
+        if b == FP32:  # no copy: k is a view of what was projected
+            kept.append(Kept(part, "(k norm reads the projection itself)", "0", -b * S * g * d, 0))
+    turned = b * S * (n + g) * d
+    kept.append(Kept(part, "q, k as turned by their positions", "b S (n + g) d", turned, turned))
+    kept.append(Kept(part, "cos and sin", "0; CPU 4 b S d", 4 * b * S * rotary_width(c), 0))
+    gridded = grid * b * S * (n + 2 * g) * d + INDEX * S
+    kept.append(Kept(part, "q, k, v on the grid", "0; CPU grid b S (n + 2g) d + 8 S", gridded, 0, is_core=True))
+    return kept + _core_output_kept(S, n, d, work)
+
+
+def _core_output_kept(S: float, n: int, width: int, work: Work) -> list[Kept]:
+    """Output of core attention over n heads, and the input of the output projection (on a GPU the same tensor)."""
+    part, out = "attention", work.itemsize * S * n * width
+    is_trained = "attention" in work.trained
+    statistics = FP32 * S * n
+    kept = [
+        Kept(
+            part,
+            "output of the core and its row statistics",
+            "b S n d + 4 S n",
+            work.grid * (out + statistics),
+            (0 if is_trained else out) + statistics,
+            is_core=True,
+        )
+    ]
+    if is_trained:
+        kept.append(Kept(part, "input of the output projection", "b S n d", out, out))
+    return kept
+
+
+def dense_mlp_kept(c: TransformerConfig, work: Work, part: str = "dense_mlp") -> list[Kept]:
+    """A gated MLP whose weights are cut over tp: the dense layers' or the shared experts'."""
+    S, b = work.tokens, work.itemsize
+    is_shared = part == "shared_experts"
+    width = c.moe_shared_expert_intermediate_size if is_shared else c.ffn_hidden_size
+    inner = b * S * width / c.tensor_model_parallel_size
+    kept = [] if is_shared else norm_kept(part, "norm", S / c.tensor_model_parallel_size, c.hidden_size, work, "norms" in work.trained)
+    is_trained = part in work.trained
+    if is_trained and not is_shared:  # shared experts read what the router keeps already
+        inputs = b * S / c.tensor_model_parallel_size * c.hidden_size
+        kept.append(Kept(part, "input of fc1", "b s H", inputs, inputs))
+    kept.append(Kept(part, "gate and up", "2 b S F; CPU 4 b S F", 4 * inner, 2 * inner))
+    if is_trained:
+        kept.append(Kept(part, "input of fc2", "b S F", inner, inner))
+    return kept
+
+
+def experts_kept(c: TransformerConfig, work: Work, needs_input_gradient: bool = True) -> list[Kept]:
+    """Norm, router, routed and shared experts."""
+    b, top_k, num_experts = work.itemsize, c.moe_router_topk, c.num_moe_experts
+    s = work.tokens / c.tensor_model_parallel_size
+    r = s * top_k * c.expert_tensor_parallel_size
+    f = c.moe_ffn_hidden_size // c.expert_tensor_parallel_size
+    kept = []
+    if needs_input_gradient or "norms" in work.trained:
+        kept += norm_kept("experts", "norm", s, c.hidden_size, work, "norms" in work.trained)
+    normed = b * s * c.hidden_size
+    kept.append(Kept("router", "input of router and shared experts", "b s H", normed, normed))
+    scores = FP32 * s * num_experts if c.moe_router_score_function == "sigmoid" else 0
+    chosen = s * top_k * (INDEX + FP32) + scores
+    kept.append(Kept("router", "choices and their weights", "12 s top-k (+ 4 s E if sigmoid)", chosen, chosen))
+    places = INDEX * s * (num_experts + 2 * top_k)
+    kept.append(Kept("router", "places of tokens", "4 s (2E + 1); CPU 8 s (E + 2 top-k)", places, 4 * s * (2 * num_experts + 1)))
+    is_trained = "experts" in work.trained
+    if is_trained:
+        inputs = b * r * c.hidden_size
+        kept.append(Kept("experts", "input of fc1", "b r H", inputs, inputs))
+    inner = b * r * f
+    kept.append(Kept("experts", "gate and up", "2 b r f; CPU 5 b r f", 5 * inner, 2 * inner))
+    kept.append(Kept("experts", "weights of the routed tokens", "4 r", FP32 * r, FP32 * r))
+    if is_trained:
+        kept.append(Kept("experts", "input of fc2", "b r f", inner, inner))
+    if c.moe_shared_expert_intermediate_size:
+        kept += dense_mlp_kept(c, work, "shared_experts")
+    return kept
+
+
+def head_kept(c: TransformerConfig, work: Work, vocab: int) -> list[Kept]:
+    """Final norm and output: logits of `vocab` rows (cut over tp already), or the value head where vocab = 0."""
+    S, b, hidden = work.tokens, work.itemsize, c.hidden_size
+    s = S / c.tensor_model_parallel_size
+    kept = norm_kept("head", "final norm", s, hidden, work, "norms" in work.trained)
+    if not vocab:
+        return [*kept, Kept("head", "input of the value head, fp32 and gathered", "4 S H", FP32 * S * hidden, FP32 * S * hidden)]
+    inputs, logits = b * s * hidden, b * S * vocab
+    return [
+        *kept,
+        Kept("head", "input of the output layer", "b s H", inputs, inputs),
+        Kept("head", "logits", "b S V", logits, logits),
+        Kept("head", "token ids, maximum and sum of each row", "17 S", 17 * S, 17 * S),
+    ]
+
+
+def rotary_width(c: TransformerConfig) -> int:
+    """Elements of a head that positions turn."""
+    return int(c.kv_channels * getattr(c, "rotary_percent", 1.0))
+
+
+# ---- a stage ---------------------------------------------------------------------------------------------------
+
+
+def is_moe_layer(c: TransformerConfig, layer: int) -> bool:
+    """Whether a layer (from 0) has experts."""
+    if not c.num_moe_experts:
+        return False
+    freq = c.moe_layer_freq
+    return bool(freq[layer]) if isinstance(freq, list) else layer % freq == 0
+
+
+def layer_kept(c: TransformerConfig, layer: int, work: Work, needs_input_gradient: bool = True) -> list[Kept]:
+    """All that one layer keeps; without a gradient to its input, and with frozen attention, attention keeps nothing."""
+    attention = attention_kept(c, work) if needs_input_gradient or "attention" in work.trained else []
+    needs_gradient = needs_input_gradient or "attention" in work.trained
+    if is_moe_layer(c, layer):
+        return attention + experts_kept(c, work, needs_gradient)
+    return attention + dense_mlp_kept(c, work)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Activation memory of one rank at its peak; bytes."""
+
+    kept: int  # by the micro-batches in flight
+    working: int  # "full" only: the layer that is being computed again
+    head: int  # final norm, logits or values; on the last stage
+    gradients: int  # that backward holds at the same time
+    in_flight: float  # micro-batches, a chunk's part counted as a part
+
+    @property
+    def saved_for_backward(self) -> int:
+        """What autograd holds: the part that tests measure."""
+        return self.kept + max(self.working, self.head)
+
+    @property
+    def total(self) -> int:
+        """At the peak of backward."""
+        return self.saved_for_backward + self.gradients
+
+
+def stage_activations(
+    c: TransformerConfig,
+    chunks: Sequence[range],
+    work: Work,
+    *,
+    stage: int,
+    num_stages: int,
+    num_micro_batches: int,
+    recompute: Recompute,
+    vocab: int,
+    device: Device,
+) -> Activations:
+    """The peak of one pipeline stage.
+
+    Args:
+        chunks: layers (from 0) of each chunk of the stage.
+        vocab: rows of this rank's output layer, 0 for a value model. The head counts on the last stage only.
+    """
+    gradient_flows = stage > 0 or "embeddings" in work.trained or recompute == "full"
+    boundary = work.itemsize * work.tokens / c.tensor_model_parallel_size * c.hidden_size
+    by_chunk, largest_layer, largest_part = [], 0.0, 0.0
+    for layers in chunks:
+        total = 0.0
+        for layer in layers:
+            kept = layer_kept(c, layer, work, gradient_flows)
+            gradient_flows = True
+            whole = sum(k.on(device) for k in kept if not (k.is_core and recompute == "selective"))
+            total += boundary if recompute == "full" else whole
+            largest_layer = max(largest_layer, whole - boundary)
+            largest_part = max([largest_part, *part_bytes(kept, device).values()])
+        by_chunk.append(total)
+    if stage == 0:
+        by_chunk[0] += INDEX * work.tokens
+    in_flight = chunks_in_flight(stage, num_stages, len(chunks), num_micro_batches, by_chunk)
+    is_last = stage == num_stages - 1
+    head = sum(k.on(device) for k in head_kept(c, work, vocab)) if is_last else 0.0
+    logits = work.itemsize * work.tokens * vocab if is_last else 0
+    return Activations(
+        kept=round(sum(number * size for number, size in zip(in_flight, by_chunk, strict=True))),
+        working=round(largest_layer) if recompute == "full" else 0,
+        head=round(head),
+        gradients=round(max(largest_part, logits) + 2 * boundary),
+        in_flight=sum(in_flight) / len(chunks),
+    )
+
+
+def part_bytes(kept: Sequence[Kept], device: Device) -> dict[str, float]:
+    """Bytes by part."""
+    parts: dict[str, float] = {}
+    for k in kept:
+        parts[k.part] = parts.get(k.part, 0.0) + k.on(device)
+    return parts
+
+
+def chunks_in_flight(
+    stage: int, num_stages: int, num_chunks: int, num_micro_batches: int, weight: Sequence[float]
+) -> list[int]:
+    """How many micro-batches each chunk of a stage keeps when all of them together weigh the most.
+
+    1F1B: num_stages - stage. Interleaved: Megatron runs micro-batches in groups of num_stages, a group through chunk 0,
+    then the group through chunk 1, and so on; (num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages chunk passes
+    go ahead of the first backward pass, which takes chunks in the opposite order.
+    Args: weight: bytes of one micro-batch in each chunk.
+    """
+    total = num_micro_batches * num_chunks
+    ahead = num_stages - stage - 1
+    if num_chunks > 1:
+        ahead = 2 * ahead + (num_chunks - 1) * num_stages
+    order = _chunk_order(num_stages, num_chunks, num_micro_batches, lambda chunk: chunk)
+    back = _chunk_order(num_stages, num_chunks, num_micro_batches, lambda chunk: num_chunks - 1 - chunk)
+    flying, most = [0] * num_chunks, [0] * num_chunks
+    for number in range(total):
+        flying[order[number]] += 1
+        if _weight(flying, weight) > _weight(most, weight):
+            most = list(flying)
+        if number >= ahead:
+            flying[back[number - ahead]] -= 1
+    return most
+
+
+def _chunk_order(group: int, num_chunks: int, num_micro_batches: int, direction: Callable[[int], int]) -> list[int]:
+    order = []
+    for first in range(0, num_micro_batches, group):
+        size = min(group, num_micro_batches - first)
+        order += [direction(chunk) for chunk in range(num_chunks) for _ in range(size)]
+    return order
+
+
+def _weight(numbers: Sequence[int], weight: Sequence[float]) -> float:
+    return sum(n * w for n, w in zip(numbers, weight, strict=True))
