@@ -67,7 +67,14 @@ def norm_kept(part: str, what: str, rows: float, width: int, work: Work, trained
 
 
 def attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
-    """Grouped-query attention with its input norm, from an input that needs a gradient or with trained weights."""
+    """Attention of any kind with its input norm; its input needs a gradient or its weights are trained."""
+    if c.experimental_attention_variant == "dsa":
+        return sparse_attention_kept(c, work)
+    return latent_attention_kept(c, work) if c.multi_latent_attention else grouped_attention_kept(c, work)
+
+
+def grouped_attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
+    """Grouped-query attention."""
     S, b, grid, part = work.tokens, work.itemsize, work.grid, "attention"
     s, hidden, d = S / c.tensor_model_parallel_size, c.hidden_size, c.kv_channels
     n = c.num_attention_heads // c.tensor_model_parallel_size
@@ -85,10 +92,68 @@ def attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
             kept.append(Kept(part, "(k norm reads the projection itself)", "0", -b * S * g * d, 0))
     turned = b * S * (n + g) * d
     kept.append(Kept(part, "q, k as turned by their positions", "b S (n + g) d", turned, turned))
-    kept.append(Kept(part, "cos and sin", "0; CPU 4 b S d", 4 * b * S * rotary_width(c), 0))
+    kept.append(Kept(part, "cos and sin", "0; CPU 4 b S d", 4 * b * S * d, 0))
     gridded = grid * b * S * (n + 2 * g) * d + INDEX * S
     kept.append(Kept(part, "q, k, v on the grid", "0; CPU grid b S (n + 2g) d + 8 S", gridded, 0, is_core=True))
     return kept + _core_output_kept(S, n, d, work)
+
+
+def _latents_kept(c: TransformerConfig, work: Work) -> list[Kept]:
+    """Down projections and norms of multi-latent attention."""
+    S, b, part = work.tokens, work.itemsize, "attention"
+    s, hidden = S / c.tensor_model_parallel_size, c.hidden_size
+    is_trained = "attention" in work.trained
+    kept = norm_kept(part, "input norm", s, hidden, work, is_trained)
+    if is_trained:
+        kept.append(Kept(part, "input of the down projections", "b s H", b * s * hidden, b * s * hidden))
+    kept += norm_kept(part, "norm of the q latent", s, c.q_lora_rank, work, is_trained)
+    kept += norm_kept(part, "norm of the kv latent", s, c.kv_lora_rank, work, is_trained)
+    turned = 4 * b * S * c.qk_pos_emb_head_dim
+    return [*kept, Kept(part, "cos and sin", "0; CPU 4 b S d_rope", turned, 0)]
+
+
+def latent_attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
+    """Multi-latent attention with keys and values of every head."""
+    S, b, part = work.tokens, work.itemsize, "attention"
+    s, n = S / c.tensor_model_parallel_size, c.num_attention_heads // c.tensor_model_parallel_size
+    d = c.qk_head_dim + c.qk_pos_emb_head_dim
+    kept = _latents_kept(c, work)
+    if "attention" in work.trained:
+        latents = b * s * (c.q_lora_rank + c.kv_lora_rank)
+        kept.append(Kept(part, "inputs of the up projections", "b s (q rank + kv rank)", latents, latents))
+    qkv = b * S * n * (2 * d + c.v_head_dim)
+    kept.append(Kept(part, "q, k, v", "b S n (2 d + d_v)", qkv, qkv))
+    gridded = work.grid * qkv + INDEX * S
+    kept.append(Kept(part, "q, k, v on the grid", "0; CPU grid b S n (2 d + d_v) + 8 S", gridded, 0, is_core=True))
+    return kept + _core_output_kept(S, n, c.v_head_dim, work)
+
+
+def sparse_attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
+    """Sparse attention in the latent space (DSA); keys are those of all cp ranks.
+
+    The GPU's figures are those of a fused kernel. Without one Megatron falls back on the CPU's way, which keeps a row of
+    scores over all keys for every head and token: out of the question for long sequences.
+    """
+    S, b, part = work.tokens, work.itemsize, "attention"
+    s, n = S / c.tensor_model_parallel_size, c.num_attention_heads // c.tensor_model_parallel_size
+    keys, latent = S * c.context_parallel_size, c.kv_lora_rank + c.qk_pos_emb_head_dim
+    is_trained = "attention" in work.trained
+    kept = _latents_kept(c, work)
+    if is_trained:
+        latents, q = b * s * c.q_lora_rank, b * S * n * (c.qk_head_dim + c.qk_pos_emb_head_dim)
+        kept.append(Kept(part, "input of the q up projection", "b s (q rank)", latents, latents))
+        kept.append(Kept(part, "q before it is absorbed", "b S n d", q, q))
+    taken = b * latent * (S * n + keys)
+    kept.append(Kept(part, "q and keys in the latent space", "b (S n + S cp) (kv rank + d_rope)", taken, taken))
+    chosen = FP32 * S * min(c.dsa_indexer_topk, keys)
+    scores = 15 * n * S * keys + INDEX * 9 * S * n
+    kept.append(Kept(part, "chosen tokens", "4 S topk; CPU scores 15 n S S cp", scores, chosen, is_core=True))
+    out, statistics = b * S * n * c.kv_lora_rank, FP32 * S * n
+    kept.append(Kept(part, "output in the latent space", "b S n (kv rank) + 4 S n", out * is_trained, out + statistics))
+    if is_trained:
+        values = b * S * n * c.v_head_dim
+        kept.append(Kept(part, "input of the output projection", "b S n d_v", values, values))
+    return kept
 
 
 def _core_output_kept(S: float, n: int, width: int, work: Work) -> list[Kept]:
@@ -117,10 +182,11 @@ def dense_mlp_kept(c: TransformerConfig, work: Work, part: str = "dense_mlp") ->
     is_shared = part == "shared_experts"
     width = c.moe_shared_expert_intermediate_size if is_shared else c.ffn_hidden_size
     inner = b * S * width / c.tensor_model_parallel_size
-    kept = [] if is_shared else norm_kept(part, "norm", S / c.tensor_model_parallel_size, c.hidden_size, work, "norms" in work.trained)
-    is_trained = part in work.trained
+    s, is_trained, kept = S / c.tensor_model_parallel_size, part in work.trained, []
+    if not is_shared:
+        kept += norm_kept(part, "norm", s, c.hidden_size, work, "norms" in work.trained)
     if is_trained and not is_shared:  # shared experts read what the router keeps already
-        inputs = b * S / c.tensor_model_parallel_size * c.hidden_size
+        inputs = b * s * c.hidden_size
         kept.append(Kept(part, "input of fc1", "b s H", inputs, inputs))
     kept.append(Kept(part, "gate and up", "2 b S F; CPU 4 b S F", 4 * inner, 2 * inner))
     if is_trained:
@@ -142,8 +208,8 @@ def experts_kept(c: TransformerConfig, work: Work, needs_input_gradient: bool = 
     scores = FP32 * s * num_experts if c.moe_router_score_function == "sigmoid" else 0
     chosen = s * top_k * (INDEX + FP32) + scores
     kept.append(Kept("router", "choices and their weights", "12 s top-k (+ 4 s E if sigmoid)", chosen, chosen))
-    places = INDEX * s * (num_experts + 2 * top_k)
-    kept.append(Kept("router", "places of tokens", "4 s (2E + 1); CPU 8 s (E + 2 top-k)", places, 4 * s * (2 * num_experts + 1)))
+    places, row_map = INDEX * s * (num_experts + 2 * top_k), 4 * s * (2 * num_experts + 1)
+    kept.append(Kept("router", "places of tokens", "4 s (2E + 1); CPU 8 s (E + 2 top-k)", places, row_map))
     is_trained = "experts" in work.trained
     if is_trained:
         inputs = b * r * c.hidden_size
@@ -164,7 +230,8 @@ def head_kept(c: TransformerConfig, work: Work, vocab: int) -> list[Kept]:
     s = S / c.tensor_model_parallel_size
     kept = norm_kept("head", "final norm", s, hidden, work, "norms" in work.trained)
     if not vocab:
-        return [*kept, Kept("head", "input of the value head, fp32 and gathered", "4 S H", FP32 * S * hidden, FP32 * S * hidden)]
+        gathered = FP32 * S * hidden
+        return [*kept, Kept("head", "input of the value head, fp32 and gathered", "4 S H", gathered, gathered)]
     inputs, logits = b * s * hidden, b * S * vocab
     return [
         *kept,
@@ -172,11 +239,6 @@ def head_kept(c: TransformerConfig, work: Work, vocab: int) -> list[Kept]:
         Kept("head", "logits", "b S V", logits, logits),
         Kept("head", "token ids, maximum and sum of each row", "17 S", 17 * S, 17 * S),
     ]
-
-
-def rotary_width(c: TransformerConfig) -> int:
-    """Elements of a head that positions turn."""
-    return int(c.kv_channels * getattr(c, "rotary_percent", 1.0))
 
 
 # ---- a stage ---------------------------------------------------------------------------------------------------

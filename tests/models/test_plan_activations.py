@@ -1,5 +1,7 @@
 """The planned activation memory against what autograd holds in real ranks at its peak, within 20%; and by hand."""
 
+import json
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from megatron_sao.models.plan_activations import Work, chunks_in_flight, stage_a
 from megatron_sao.parallel.init import start_world
 from megatron_sao.parallel.schedule import run_schedule
 from megatron_sao.train.logprobs import learner_logprob
+from tests.support.families import make_family_folder
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import random_trajectories
 
@@ -137,6 +140,31 @@ CASES = {
     "pp2": (MOE, ["parallel.pp=2"], "policy", FP32, 60, 40),
     "pp2, value": (MOE, ["parallel.pp=2"], "value", FP32, 60, 40),
 }
+
+
+FAMILY_CASES = {
+    "glm-4.5": ("glm4_moe", [], "policy"),
+    "glm-4.5, value": ("glm4_moe", [], "value"),
+    "glm-4.5, tp2-ep2": ("glm4_moe", ["parallel.tp=2", "parallel.ep=2"], "policy"),
+    "deepseek": ("deepseek_v3", [], "policy"),
+    "deepseek, value": ("deepseek_v3", [], "value"),
+    "glm-5": ("glm_moe_dsa", [], "policy"),
+    "glm-5, value": ("glm_moe_dsa", [], "value"),
+    "glm-5, tp2-ep2": ("glm_moe_dsa", ["parallel.tp=2", "parallel.ep=2"], "policy"),
+}
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_what_other_families_keep_is_planned_too(case, tmp_path):
+    family, overrides, role = FAMILY_CASES[case]
+    folder = make_family_folder(family, tmp_path / "model", mtp=False, seed=1, vocab_size=VOCAB)
+    hf_config = json.loads((folder / "config.json").read_text())
+    world_size = 2 if overrides else 1
+    for found, planned, num_micro_batches in run_ranks(
+        world_size, measured_and_planned, hf_config, overrides, role, FP32, 60, 16
+    ):
+        print(case, found, planned, round(planned / found, 3), num_micro_batches)
+        assert planned == pytest.approx(found, rel=0.2)
 
 
 @pytest.mark.parametrize("case", CASES)
