@@ -20,7 +20,7 @@ from megatron_sao.models.value_head import ValueHead
 from megatron_sao.parallel.exchange import gather_objects
 from megatron_sao.parallel.init import World
 
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
+_LAYER = re.compile(r"^((?:decoder|mtp)\.layers\.)(\d+)(\..*)$")
 
 
 def tensor_ranks(world: World) -> TensorRanks:
@@ -157,22 +157,46 @@ def _copy_tied_head(
                 tensors[tensor.key].detach()[:length].copy_(rows)
 
 
-def policy_shapes(folder: HFFolder, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of every tensor that a policy of this folder exports and pushes.
+def policy_shapes(folder: HFFolder, shape: ModelShape, *, with_mtp: bool = False) -> dict[str, tuple[int, ...]]:
+    """HF name -> shape of every tensor that a policy of this folder trains, exports and pushes.
 
-    A value head, and the second copy of a tied output layer, may stand in the folder too; they are no part of it.
+    Args:
+        with_mtp: whether the policy has the MTP layers.
     """
-    left_out = {VALUE_HEAD, "lm_head.weight"} if shape.is_tied else {VALUE_HEAD}
-    return {name: folder.shape(name) for name in folder.names() if name not in left_out}
+    return {name: folder.shape(name) for name in folder.names() if not is_left_out(name, shape, with_mtp=with_mtp)}
 
 
-def check_names(slices_by_rank: list[list[WeightSlice]], folder: HFFolder, shape: ModelShape) -> None:
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+TIED_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+
+
+def is_left_out(name: str, shape: ModelShape, *, with_mtp: bool) -> bool:
+    """Whether a folder may hold this tensor without its being a part of the policy.
+
+    That is: a value head; the second copy of a tied output layer; what stands in MTP layers that are not built; the
+    copies of embedding and output layer in an MTP layer, which computes with the decoder's own; an indexer in a layer
+    that shares another one's choice (released folders hold them for every layer).
+    """
+    if name == VALUE_HEAD or (shape.is_tied and name == "lm_head.weight"):
+        return True
+    found = _IN_LAYER.fullmatch(name)
+    if found is None:
+        return False
+    layer, rest = int(found[1]), found[2]
+    if shape.num_layers <= layer < shape.num_layers + shape.num_mtp_layers:
+        return not with_mtp or rest in TIED_COPIES
+    return rest.startswith("self_attn.indexer.") and shape.indexer is not None and not shape.has_indexer(layer)
+
+
+def check_names(
+    slices_by_rank: list[list[WeightSlice]], folder: HFFolder, shape: ModelShape, *, with_mtp: bool = False
+) -> None:
     """Exported names = names in the HF folder, or a refusal that lists the difference.
 
     Raises: CheckpointError.
     """
     exported = {piece.hf_name for pieces in slices_by_rank for piece in pieces}
-    expected = set(policy_shapes(folder, shape))
+    expected = set(policy_shapes(folder, shape, with_mtp=with_mtp))
     if exported != expected:
         missing, extra = sorted(expected - exported)[:5], sorted(exported - expected)[:5]
         raise CheckpointError(
