@@ -55,7 +55,7 @@ def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str)
     import torch
 
     from megatron_sao.models.hf_folder import HFFolder
-    from megatron_sao.models.weights import policy_shapes
+    from megatron_sao.models.weights import left_out_names, policy_shapes
     from megatron_sao.parallel.init import start_world, stop_world
     from megatron_sao.train.link import SchedulerLink
     from megatron_sao.train.loop import train
@@ -70,7 +70,10 @@ def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str)
     if world.is_first:
         print(f"value model, parameter groups of rank 0:\n{trainer.manifest}", flush=True)
     link = SchedulerLink(_scheduler_address(run_folder), config.schedule.batch_timeout_s + 60)
-    pusher = Pusher(trainer.exporter, policy_shapes(folder, trainer.shape), config, link, host)
+    names, left_out = (
+        listed(folder, trainer.shape, with_mtp=trainer.exporter.has_mtp) for listed in (policy_shapes, left_out_names)
+    )
+    pusher = Pusher(trainer.exporter, names, config, link, host, left_out)
     result = train(trainer, link, pusher, run_folder / EXPORT_FOLDER)
     if world.is_first:
         (run_folder / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")

@@ -87,6 +87,7 @@ class Rope:
 
 _WITH_ROUTER_BIAS = ("glm4_moe", "deepseek_v3", "glm_moe_dsa")  # sigmoid scores, shared experts, first layers dense
 _WITH_MLA = ("deepseek_v3", "glm_moe_dsa")
+MTP_COUNT = ("num_nextn_predict_layers", "num_mtp_layers")  # its field in config.json
 FAMILIES = ("qwen3", "qwen3_moe", *_WITH_ROUTER_BIAS)
 
 # Fields that change what the model computes and of which only some readings are built. Absent = the first of them.
@@ -220,9 +221,7 @@ def _experts_with_router_bias(hf_config: dict[str, Any]) -> dict[str, Any]:
         num_shared=num_shared,
         num_dense_layers=_dense_layers(hf_config),
         has_router_bias=True,
-        num_mtp_layers=_one_value(
-            hf_config, ("num_nextn_predict_layers", "num_mtp_layers"), "the number of MTP layers", absent=0
-        ),
+        num_mtp_layers=_one_value(hf_config, MTP_COUNT, "the number of MTP layers", absent=0),
     )
 
 

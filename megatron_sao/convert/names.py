@@ -73,7 +73,9 @@ _DECODER_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:mtp_model_layer|transformer_layer)\.(.+)|(.+))")
 _QKV = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 _MLP = re.compile(r"mlp\.(shared_experts\.)?linear_fc([12])\.weight")
-_EXPERT_MLP = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
+_EXPERT_MLP = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))"
+)
 
 
 def lookup(name: str, shape: ModelShape) -> HFNames:

@@ -2,7 +2,9 @@
 
 Every parameter belongs to exactly one of `GROUPS`; the role is read from the module tree, so the same tensor lands in
 the same group whether its norm is a module of its own or fused into the next linear layer. Attention means everything
-that attention computes with: its input norm, q / k / v / output projections, q and k norms, MLA projections, indexer.
+that attention computes with: its input norm, q / k / v / output projections, q and k norms, the projections and norms
+of MLA's latents, and the indexer. Inside an MTP layer the same roles hold; of what stands around its transformer layer,
+the norms are norms, and the projection that joins hidden state and embedding is dense_mlp.
 Frozen parameters get requires_grad = False before Megatron wraps the model: no gradient is computed for them, they
 have no place in the gradient buckets and no optimizer state. An indexer is built frozen (models/dsa.py) and stays so.
 """
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from megatron_sao.config.value import Groups
@@ -42,6 +45,10 @@ def grouped_parameters(chunk: torch.nn.Module) -> list[GroupedParameter]:
     for module in chunk.modules():
         if isinstance(module, BaseTransformerLayer):
             claim_layer(module, claim)
+        if isinstance(module, MultiTokenPredictionLayer):
+            for name in ("enorm", "hnorm", "final_layernorm"):
+                claim(getattr(module, name), "norms")
+            claim(module.eh_proj, "dense_mlp")
     claim(getattr(chunk, "embedding", None), "embeddings")
     claim(getattr(getattr(chunk, "decoder", None), "final_layernorm", None), "norms")
     claim(getattr(chunk, "output_layer", None), "head")

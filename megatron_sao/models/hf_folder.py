@@ -90,3 +90,7 @@ class HFFolder:
             raise CheckpointError(f"{self.path}: {name} has shape {list(found)}, expected {list(full_shape)}")
         index = (slice(None),) * dim + (slice(start, start + length),)
         return self._file_of[name].get_slice(name)[index]
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """A tensor that the folder holds, as it stands there."""
+        return self._file_of[name].get_tensor(name)

@@ -74,6 +74,7 @@ class Exporter:
         described = [t for t in describe(chunks) if not _is_value_head(t, chunks)]
         holders = gather_objects(local_slices(described, shape, tensor_ranks(world)))
         self.slices_by_rank = assign_owners(holders)
+        self.has_mtp = any(mtp_part(piece.hf_name, shape) for pieces in self.slices_by_rank for piece in pieces)
 
     def view(self, piece: WeightSlice) -> torch.Tensor:
         """A view of a slice that this rank owns."""
@@ -161,31 +162,44 @@ def policy_shapes(folder: HFFolder, shape: ModelShape, *, with_mtp: bool = False
     """HF name -> shape of every tensor that a policy of this folder trains, exports and pushes.
 
     Args:
-        with_mtp: whether the policy has the MTP layers.
+        with_mtp: whether the policy has the MTP layers (`Exporter.has_mtp`).
     """
-    return {name: folder.shape(name) for name in folder.names() if not is_left_out(name, shape, with_mtp=with_mtp)}
+    left_out = set(left_out_names(folder, shape, with_mtp=with_mtp))
+    return {name: folder.shape(name) for name in folder.names() if name not in left_out}
 
 
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 TIED_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 
 
-def is_left_out(name: str, shape: ModelShape, *, with_mtp: bool) -> bool:
-    """Whether a folder may hold this tensor without its being a part of the policy.
+def left_out_names(folder: HFFolder, shape: ModelShape, *, with_mtp: bool = False) -> list[str]:
+    """HF names of what a folder holds that is no part of the policy.
 
     That is: a value head; the second copy of a tied output layer; what stands in MTP layers that are not built; the
     copies of embedding and output layer in an MTP layer, which computes with the decoder's own; an indexer in a layer
     that shares another one's choice (released folders hold them for every layer).
     """
-    if name == VALUE_HEAD or (shape.is_tied and name == "lm_head.weight"):
-        return True
-    found = _IN_LAYER.fullmatch(name)
-    if found is None:
-        return False
-    layer, rest = int(found[1]), found[2]
-    if shape.num_layers <= layer < shape.num_layers + shape.num_mtp_layers:
-        return not with_mtp or rest in TIED_COPIES
-    return rest.startswith("self_attn.indexer.") and shape.indexer is not None and not shape.has_indexer(layer)
+
+    def is_left_out(name: str) -> bool:
+        if name == VALUE_HEAD or (shape.is_tied and name == "lm_head.weight"):
+            return True
+        if rest := mtp_part(name, shape):
+            return not with_mtp or rest in TIED_COPIES
+        layer, rest = _in_layer(name)
+        return rest.startswith("self_attn.indexer.") and shape.indexer is not None and not shape.has_indexer(layer)
+
+    return [name for name in folder.names() if is_left_out(name)]
+
+
+def mtp_part(name: str, shape: ModelShape) -> str:
+    """The name within its layer of a HF tensor of an MTP layer; "" for every other tensor."""
+    layer, rest = _in_layer(name)
+    return rest if shape.num_layers <= layer < shape.num_layers + shape.num_mtp_layers else ""
+
+
+def _in_layer(name: str) -> tuple[int, str]:
+    """Layer number and the rest of a HF name; (-1, "") outside layers."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    return (int(found[1]), found[2]) if found else (-1, "")
 
 
 def check_names(

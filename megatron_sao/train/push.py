@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 
 from megatron_sao.config import Config
 from megatron_sao.convert.slices import WeightSlice
@@ -26,18 +27,27 @@ class Pusher:
     """Owns the push plan, this rank's place in the weight group, and the policy version."""
 
     def __init__(
-        self, exporter: Exporter, names: dict[str, tuple[int, ...]], config: Config, link: SchedulerLink, host: str
+        self,
+        exporter: Exporter,
+        names: dict[str, tuple[int, ...]],
+        config: Config,
+        link: SchedulerLink,
+        host: str,
+        excluded: Sequence[str] = (),
     ):
         """Make the plan; no engine is contacted yet.
 
         Args:
             names: HF name -> shape of every tensor the engines expect; the plan must cover exactly these.
             host: address of trainer rank 0 that the engines can reach.
+            excluded: HF names that the engines' folder holds and no push delivers.
         Collective: every rank of the world.
         """
         self._exporter, self._config, self._link, self._host = exporter, config, link, host
         by_rank = [[wire_item(p) for p in pieces] for pieces in exporter.slices_by_rank]
-        self._plan = make_plan(by_rank, bucket_bytes=config.push.bucket_bytes, expected_shapes=names)
+        self._plan = make_plan(
+            by_rank, bucket_bytes=config.push.bucket_bytes, expected_shapes=names, excluded=excluded
+        )
         self._pieces = {wire_item(p): p for p in exporter.slices_by_rank[world_rank()]}
         self._sender: WeightSender | None = None
 

@@ -86,7 +86,7 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
     policy = build_model("policy", folder.config, config.parallel, dtype)
     load_weights(policy, folder, shape, world)
     exporter = Exporter(policy, shape, world)
-    check_names(exporter.slices_by_rank, folder, shape)
+    check_names(exporter.slices_by_rank, folder, shape, with_mtp=exporter.has_mtp)
 
     value = build_model("value", folder.config, config.parallel, dtype, readout.num_outputs)
     has_fresh_head = any_rank(bool(load_weights(value, folder, shape, world)))

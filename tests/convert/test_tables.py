@@ -1,4 +1,4 @@
-"""Three lists of names agree for every family: from Megatron's names, from config.json, and what transformers writes."""
+"""Three lists of names agree for every family: of Megatron, of config.json, and of what transformers writes."""
 
 import pytest
 
