@@ -134,6 +134,7 @@ def one_pass(folder, layout, recompute="none"):
     assert len(share.micro_batches) > 1
 
     def loss(logits, micro_batch):
+        logits = logits[: micro_batch.batch.num_tokens]  # fillers stand at the end
         rows = LOSS_ROWS[micro_batch.batch.token_ids].chunk(world.tp_size, dim=1)[world.tp]
         return (logits * rows).sum(), {"logits": logits.detach().clone(), "batch": micro_batch.batch}
 

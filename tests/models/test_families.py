@@ -102,9 +102,9 @@ def megatron_says(folder, layout):
     assert len(share.micro_batches) > 1
 
     def loss_function(logits, micro_batch):
-        kept = logits.detach().clone()
+        kept = logits[: micro_batch.batch.num_tokens].detach().clone()  # fillers stand at the end
         logp, _ = learner_logprob(logits, micro_batch, 1.0, shape.vocab)
-        mask = micro_batch.batch.action_mask
+        mask = micro_batch.at_positions(micro_batch.batch.action_mask)
         return -logp[mask].sum() / share.num_step_action_tokens, {"logits": kept}
 
     for chunk in wrapped:
