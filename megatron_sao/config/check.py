@@ -54,11 +54,6 @@ def check_layout_is_built(cfg: Config) -> None:
 
 
 _BUILT = {
-    "vpp": 1,
-    "first_stage_layers": 0,
-    "last_stage_layers": 0,
-    "expert_dispatcher": "alltoall",
-    "recompute": "none",
     "offload_sleeping_model": False,
 }
 

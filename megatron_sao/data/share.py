@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_sao.data.balance import micro_batches
+from megatron_sao.data.balance import Cost, micro_batches
 from megatron_sao.data.batch import PackedBatch, to_decoder
 from megatron_sao.data.context import context_index, segment_multiple
 
@@ -69,6 +69,9 @@ def share_of(
     multiple: int,
     context_rank: int = 0,
     num_context_ranks: int = 1,
+    *,
+    cost: Cost = Cost(),
+    micro_batch_multiple: int = 1,
 ) -> Share:
     """The part of `rank` out of `num_ranks` data-parallel ranks; its context ranks differ in their positions alone.
 
@@ -77,9 +80,12 @@ def share_of(
         budget_tokens: largest micro-batch in tokens, fillers behind trajectories included (a longer one stands alone).
         multiple: a context rank's positions are filled up to a multiple of it (size of the tensor axis, which cuts
             them under sequence parallelism).
+        cost: what data-parallel ranks are balanced by.
+        micro_batch_multiple: the number of micro-batches is filled up to a multiple of it (interleaved pipeline stages
+            take them in groups of as many as there are stages); those added are all filler.
     """
     lengths = filled_lengths(batch.lengths(), num_context_ranks).tolist()
-    plan = micro_batches(lengths, num_ranks, budget_tokens)[rank]
+    plan = micro_batches(lengths, num_ranks, budget_tokens, cost=cost, multiple=micro_batch_multiple)[rank]
     mine = [number for part in plan for number in part]
     share_batch = batch.select(mine)
     parts, first = [], 0

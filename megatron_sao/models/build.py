@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_sao.config.parallel import Parallel
 from megatron_sao.convert.family import ModelShape, Rope, read_rope, read_shape, required
 from megatron_sao.models.dsa import DSAConfig, check_stage_starts, dsa_options
+from megatron_sao.models.expert_dispatch import use_packed_dispatcher
 from megatron_sao.models.specs import decoder_spec, uses_transformer_engine
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.parallel.schedule import is_first_stage, is_last_stage
@@ -43,6 +44,8 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
     shape = read_shape(hf_config)
     on_gpu = uses_transformer_engine()
     families = _attention(shape, read_rope(hf_config))
+    # What a dense model has no use for must still be named: Megatron's default refuses packed micro-batches.
+    dispatcher = parallel.expert_dispatcher if shape.num_experts else "alltoall"
     if shape.num_experts:
         families |= _experts(shape, hf_config)
     kind = MLATransformerConfig if shape.mla else TransformerConfig
@@ -50,7 +53,7 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
         check_stage_starts(shape, parallel)
         kind = DSAConfig
         families |= dsa_options(shape.indexer)
-    return kind(
+    config = kind(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.num_heads,
@@ -65,11 +68,17 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers or None,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
+        # megatron-core 0.19: batched messages of interleaved stages are mixed up, silently, when there are two stages.
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        variable_seq_lengths=True,  # packed micro-batches differ in length
-        moe_token_dispatcher_type="alltoall",  # the other kinds refuse that, even for a dense model
+        variable_seq_lengths=dispatcher != "allgather",  # see below
+        moe_token_dispatcher_type=dispatcher,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -82,8 +91,20 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
         apply_rope_fusion=on_gpu and not shape.mla,  # MLA's fused kernels know YaRN only
         persist_layer_norm=on_gpu,
         gradient_accumulation_fusion=False,
+        **_RECOMPUTE[parallel.recompute],
         **families,
     )
+    # Packed micro-batches differ in length. Set late: Megatron refuses it with its own all-gather dispatcher, in whose
+    # place models/expert_dispatch.py puts one that allows it.
+    config.variable_seq_lengths = True
+    return config
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+}
 
 
 def _attention(shape: ModelShape, rope: Rope) -> dict[str, Any]:
@@ -156,29 +177,52 @@ def _experts(shape: ModelShape, hf_config: dict[str, Any]) -> dict[str, Any]:
 def build_model(
     role: Role, hf_config: dict[str, Any], parallel: Parallel, dtype: torch.dtype, num_value_outputs: int = 1
 ) -> list[MegatronModule]:
-    """The chunks of this rank's pipeline stage (one; weights are random until loaded, the value head is zero).
+    """The chunks of this rank's pipeline stage, in the order of their layers.
+
+    One, or `parallel.vpp` of them, of which only the first stage's first takes token ids and only the last stage's
+    last gives outputs. Weights are random until loaded, the value head is zero.
 
     Args:
         num_value_outputs: outputs of the value head: 1, or the number of bins of a categorical value.
     Collective: none, but the groups must be initialised.
     """
     config = transformer_config(hf_config, parallel, dtype)
+    numbers = [None] if parallel.vpp == 1 else range(parallel.vpp)
+    chunks = [_build_chunk(role, hf_config, config, number, num_value_outputs) for number in numbers]
+    return [chunk.cuda() for chunk in chunks] if torch.cuda.is_available() else chunks
+
+
+def _build_chunk(
+    role: Role, hf_config: dict[str, Any], config: TransformerConfig, vp_stage: int | None, num_value_outputs: int
+) -> MegatronModule:
     shape, rope = read_shape(hf_config), read_rope(hf_config)
+    tp, vpp = config.tensor_model_parallel_size, config.virtual_pipeline_model_parallel_size
     options = dict(
-        transformer_layer_spec=decoder_spec(config),
-        vocab_size=-(-shape.vocab // parallel.tp) * parallel.tp,
+        transformer_layer_spec=decoder_spec(config, vp_stage),
+        vocab_size=-(-shape.vocab // tp) * tp,
         max_sequence_length=required(hf_config, "max_position_embeddings"),
-        pre_process=is_first_stage(),
-        post_process=is_last_stage(),
+        pre_process=is_first_stage() and vp_stage in (None, 0),
+        post_process=is_last_stage() and (vp_stage is None or vp_stage == vpp - 1),
         position_embedding_type="rope",
         rotary_percent=rope.share,
         rotary_base=rope.base,
         parallel_output=True,
+        vp_stage=vp_stage,
     )
     if role == "value":
-        model = ValueModel(
+        chunk = ValueModel(
             config, **options, share_embeddings_and_output_weights=False, num_outputs=num_value_outputs
         )
     else:
-        model = GPTModel(config, **options, share_embeddings_and_output_weights=shape.is_tied)
-    return [model.cuda()] if torch.cuda.is_available() else [model]
+        chunk = GPTModel(config, **options, share_embeddings_and_output_weights=shape.is_tied)
+    if config.recompute_granularity == "full" and chunk.pre_process:
+        chunk.embedding.register_forward_hook(_require_grad)
+    use_packed_dispatcher(chunk)
+    return chunk
+
+
+def _require_grad(embedding, args, output: torch.Tensor) -> None:
+    """megatron-core 0.19: a recomputed layer whose input needs no gradient gives none to its weights, and its output
+    needs none either: above frozen embeddings a fully recomputed model would silently learn nothing but its head."""
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()

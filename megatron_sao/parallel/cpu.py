@@ -127,6 +127,26 @@ def _patch_all_to_all() -> None:
     dist.all_to_all_single = all_to_all_single
 
 
+def _patch_all_gather() -> None:
+    """gloo gathers equal shapes only; tokens on their way to expert-tensor ranks are not equally many on each."""
+    import torch.distributed as dist
+
+    original = dist.all_gather
+
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        rows = [len(part) if part.dim() else 0 for part in tensor_list]
+        if len(set(rows)) == 1 or async_op:
+            return original(tensor_list, tensor, group, async_op)
+        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        gathered = [torch.empty_like(padded) for _ in rows]
+        original(gathered, padded, group)
+        for part, whole in zip(tensor_list, gathered, strict=True):
+            part.copy_(whole[: len(part)])
+
+    dist.all_gather = all_gather
+
+
 def _patch_packed_rope() -> None:
     """megatron-core 0.19: unfused rope of packed sequences loops over sequences in Python with a slice assignment each;
     128 short trajectories cost more than the rest of the layer. Here: one gather of the angles by position."""
@@ -157,6 +177,7 @@ def install() -> None:
     torch._dynamo.config.disable = True
     _patch_torch_cuda()
     _patch_all_to_all()
+    _patch_all_gather()
     enter()
     _patch_packed_rope()
     from megatron_sao.parallel import cpu_adam

@@ -62,6 +62,7 @@ def make_groups(config: Parallel) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,

@@ -36,12 +36,13 @@ def run_schedule(
             (share of the loss, scalar; report). Runs on the last pipeline stage only. Tensors in the report are
             the caller's: detach them.
     Returns: the reports in micro-batch order on the last pipeline stage, [] elsewhere.
-    Collective: every rank calls it with the same number of micro-batches.
+    Collective: every rank calls it with the same number of micro-batches, with several chunks a multiple of pp.
     """
     micro_batches = list(micro_batches)
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = _sum_model_grads
-    config.no_sync_func = chunks[0].no_sync if backward else None
+    no_sync = [chunk.no_sync for chunk in chunks] if backward else None
+    config.no_sync_func = no_sync[0] if no_sync and len(chunks) == 1 else no_sync  # Megatron's three schedules differ
     iterators = [iter(micro_batches) for _ in chunks]
     with contextlib.nullcontext() if backward else torch.no_grad():
         return get_forward_backward_func()(

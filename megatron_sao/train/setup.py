@@ -8,10 +8,12 @@ import torch
 from megatron_sao.config import Config
 from megatron_sao.config.algo import DomainBounds
 from megatron_sao.convert.family import ModelShape, read_shape
+from megatron_sao.data.balance import Cost
 from megatron_sao.data.batch import pack
 from megatron_sao.data.share import Share, share_of
 from megatron_sao.errors import DataError, ProtocolError, TrainingError
 from megatron_sao.models.build import build_model
+from megatron_sao.models.cost import trajectory_cost
 from megatron_sao.models.groups import freeze, grouped_parameters, manifest
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.optimizer import make_trained_model
@@ -32,6 +34,7 @@ class Trainer:
     models: Models
     folder: HFFolder
     shape: ModelShape
+    cost: Cost  # of a trajectory, by its length
     exporter: Exporter  # of the policy
     frozen_hashes: dict[str, str]  # of the value model's frozen tensors as loaded
     manifest: str  # what each parameter group of the value model holds on this rank, and where its head comes from
@@ -59,6 +62,8 @@ class Trainer:
             multiple=parallel.tp,
             context_rank=world.cp,
             num_context_ranks=world.cp_size,
+            cost=self.cost,
+            micro_batch_multiple=parallel.pp if parallel.vpp > 1 else 1,
         )
 
     def check_frozen(self) -> int:
@@ -108,6 +113,7 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
         ),
         folder=folder,
         shape=shape,
+        cost=trajectory_cost(folder.config),
         exporter=exporter,
         frozen_hashes=weight_hashes(value, frozen),
         manifest=manifest(value, config.value.groups)

@@ -1,9 +1,12 @@
 """One whole SAO step gives the same losses, gradients and weights on one process and on every layout of ranks."""
 
 import dataclasses
+from math import prod
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
@@ -18,43 +21,84 @@ from tests.support.trajectories import random_trajectories
 
 TRAJECTORIES = random_trajectories(9, seed=4)
 LAYOUTS = {
-    "tp2-ep2": dict(tp=2, ep=2),
     "tp2": dict(tp=2),
-    "tp2-etp2": dict(tp=2, etp=2),
+    "pp2": dict(pp=2),
     "dp2": dict(dp=2),
     "dp2-ep2": dict(dp=2, ep=2),
-    "pp2": dict(pp=2),
+    "tp2-ep2": dict(tp=2, ep=2),
+    "tp2-etp2": dict(tp=2, etp=2),
+    "dp2-etp2": dict(dp=2, etp=2),
+    "tp2-dp2-ep2-etp2": dict(tp=2, dp=2, ep=2, etp=2),
+    "tp2-dp2-ep4": dict(tp=2, dp=2, ep=4),
     "tp2-pp2-ep2": dict(tp=2, pp=2, ep=2),
     "pp2-dp2-ep2": dict(pp=2, dp=2, ep=2),
     "cp2": dict(cp=2),
     "cp2-tp2-ep4": dict(cp=2, tp=2, ep=4),
     "cp2-pp2": dict(cp=2, pp=2),
+    # two chunks of layers on every stage
+    "pp2-vpp2": dict(pp=2, vpp=2),
+    "tp2-pp2-vpp2-ep2": dict(tp=2, pp=2, vpp=2, ep=2),
+    "pp2-vpp2-dp2-ep2": dict(pp=2, vpp=2, dp=2, ep=2),
+    # stages of unequal length
+    "pp2-first3": dict(pp=2, first_stage_layers=3),
+    "pp2-last3": dict(pp=2, last_stage_layers=3),
+    "pp3-first2": dict(pp=3, first_stage_layers=2),
+    # tokens gathered by all ranks that share the experts, also where each has its own trajectories
+    "tp2-ep2-allgather": dict(tp=2, ep=2, expert_dispatcher="allgather"),
+    "dp2-ep2-allgather": dict(dp=2, ep=2, expert_dispatcher="allgather"),
+    "tp2-dp2-ep2-etp2-allgather": dict(tp=2, dp=2, ep=2, etp=2, expert_dispatcher="allgather"),
+    # activations computed twice
+    "selective": dict(recompute="selective"),
+    "full": dict(recompute="full"),
+    "tp2-ep2-selective": dict(tp=2, ep=2, recompute="selective"),
+    "tp2-pp2-ep2-full": dict(tp=2, pp=2, ep=2, recompute="full"),
+    "pp2-vpp2-dp2-ep2-full": dict(pp=2, vpp=2, dp=2, ep=2, recompute="full"),
 }
-# Where every weight has one data-parallel copy. With more, the distributed optimizer leaves each rank only its share of
-# the reduced gradients, and the weights speak for them: at epsilon 1 and rate 1 Adam's update is the gradient, nearly.
-WHOLE_GRADIENTS = ("tp2-ep2", "tp2-etp2", "pp2", "tp2-pp2-ep2")
 TOLERANCE = dict(atol=1e-5, rtol=1e-5)
+# At epsilon 1 and rate 1 Adam's update is the gradient, nearly: a wrong one would show in the weights too. Schedule and
+# group multipliers are part of the step; the budget makes several micro-batches of different lengths.
+SETTINGS = [
+    "policy.lr=1.0",
+    "value.lr=1.0",
+    "policy.adam_eps=1.0",
+    "value.adam_eps=1.0",
+    "policy.lr_warmup_steps=2",
+    "value.lr_warmup_steps=3",
+    "value.groups.experts.lr_multiplier=0.5",
+    "value.groups.head.lr_multiplier=2.0",
+    "sampling.max_trajectory_tokens=72",
+]
+MICRO_BATCH = "parallel.micro_batch_tokens=72"
 
 
-def one_step(folder, overrides):
-    """Two SAO steps; -> metrics of each, gradients of the first and weights after the second, as whole HF tensors."""
-    config = load_config(
-        None,
-        ["policy.lr=1.0", "value.lr=1.0", "policy.adam_eps=1.0", "value.adam_eps=1.0", *overrides],
-    )
+def world_size(axes):
+    return prod(axes.get(axis, 1) for axis in ("tp", "pp", "cp", "dp"))
+
+
+def overrides_of(axes):
+    return [f"parallel.{key}={value}" for key, value in axes.items()]
+
+
+def one_step(folder, overrides, trajectories=TRAJECTORIES, micro_batch=MICRO_BATCH):
+    """Two SAO steps; -> metrics of each, gradients and weights after the second as slices of HF tensors.
+
+    The value head starts at zero and the schedule at rate 0: only from the second step on do all weights have gradients.
+    """
+    config = load_config(None, [*SETTINGS, micro_batch, *overrides])
     world = start_world(config)
     trainer = build_trainer(config, HFFolder(folder), world)
     before = {k: v.detach().clone() for k, v in model_tensors(trainer.models.value.chunks).items()}
     metrics, gradients = [], {}
     for number in range(2):
-        share = trainer.share_of_batch(TRAJECTORIES, 0)
+        share = trainer.share_of_batch(trajectories, 0)
         result = sao_step(trainer.models, share, config)
         assert result.has_updated_policy
         metrics.append(result.metrics)
-        if number == 0:
+        if number == 1:
             gradients = {
-                "policy": pieces_of(trainer, trainer.models.policy.chunks, gradient=True),
-                "value": pieces_of(trainer, trainer.models.value.chunks, gradient=True),
+                name: pieces_of(trainer, model.chunks, gradient=True)
+                for name, model in (("policy", trainer.models.policy), ("value", trainer.models.value))
+                if gather_gradients(model.wrapped) is None
             }
     weights = {
         "policy": pieces_of(trainer, trainer.models.policy.chunks),
@@ -65,6 +109,16 @@ def one_step(folder, overrides):
     frozen_moved = [k for k in trainer.frozen_hashes if not torch.equal(before[k], now[k])]
     trained_still = [k for k in before if k not in trainer.frozen_hashes and torch.equal(before[k], now[k])]
     return metrics, gradients, weights, frozen_moved, trained_still
+
+
+def gather_gradients(wrapped):
+    """Make every rank's gradient buffers whole: the distributed optimizer left each rank its own part of the sums."""
+    for chunk in wrapped:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
 
 
 def pieces_of(trainer, chunks, gradient=False):
@@ -98,6 +152,20 @@ def whole(results, which, model):
     return tensors
 
 
+def assert_equal_steps(results, reference):
+    """Metrics of both steps on every rank; gradients and weights of the second."""
+    for step in range(2):
+        for name, expected in reference[0][step].items():
+            for metrics, *_ in results:
+                assert metrics[step][name] == pytest.approx(expected, abs=2e-5, rel=2e-5), (step, name)
+    for model in ("policy", "value"):
+        for which in (1, 2):
+            expected, found = whole([reference], which, model), whole(results, which, model)
+            assert expected.keys() == found.keys()
+            for name in expected:
+                torch.testing.assert_close(found[name], expected[name], **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.fixture(scope="module")
 def reference(tiny_folder):
     (result,) = run_ranks(1, one_step, tiny_folder, [], timeout_s=120)
@@ -107,32 +175,37 @@ def reference(tiny_folder):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_step_is_equal_on_every_layout(tiny_folder, reference, layout):
     axes = LAYOUTS[layout]
-    overrides = [f"parallel.{key}={value}" for key, value in axes.items()]
-    world_size = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("cp", 1) * axes.get("dp", 1)
-    results = run_ranks(world_size, one_step, tiny_folder, overrides, timeout_s=120)
-    for step in range(2):
-        for name, expected in reference[0][step].items():
-            for metrics, *_ in results:
-                assert metrics[step][name] == pytest.approx(expected, abs=2e-5, rel=2e-5), (step, name)
-    for model in ("policy", "value"):
-        for which in (1, 2) if layout in WHOLE_GRADIENTS else (2,):
-            expected, found = whole([reference], which, model), whole(results, which, model)
-            assert expected.keys() == found.keys()
-            for name in expected:
-                torch.testing.assert_close(found[name], expected[name], **TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+    results = run_ranks(world_size(axes), one_step, tiny_folder, overrides_of(axes), timeout_s=120)
+    assert_equal_steps(results, reference)
 
 
 def test_micro_batches_do_not_change_a_step(tiny_folder, reference):
-    """Nine trajectories in one micro-batch, or in many of at most 48 tokens: the same step."""
-    overrides = ["parallel.micro_batch_tokens=48", "sampling.max_trajectory_tokens=48"]
-    (found,) = run_ranks(1, one_step, tiny_folder, overrides, timeout_s=120)
-    for step in range(2):
-        for name, expected in reference[0][step].items():
-            assert found[0][step][name] == pytest.approx(expected, abs=2e-5, rel=2e-5), (step, name)
-    for model in ("policy", "value"):
-        expected, now = whole([reference], 2, model), whole([found], 2, model)
-        for name in expected:
-            torch.testing.assert_close(now[name], expected[name], **TOLERANCE)
+    """Nine trajectories in several micro-batches of at most 72 tokens, or all in one: the same step."""
+    whole_batch = "parallel.micro_batch_tokens=1000"
+    results = run_ranks(1, one_step, tiny_folder, [], TRAJECTORIES, whole_batch, timeout_s=120)
+    assert_equal_steps(results, reference)
+
+
+def masked(trajectory):
+    """The same tokens, none of them an action: nothing to learn from."""
+    nothing = np.zeros_like(trajectory.action_mask)
+    return dataclasses.replace(trajectory, action_mask=nothing)
+
+
+@pytest.fixture(scope="module")
+def reference_of_one(tiny_folder):
+    (result,) = run_ranks(1, one_step, tiny_folder, [], TRAJECTORIES[:1], timeout_s=120)
+    return result
+
+
+@pytest.mark.parametrize("layout", ["dp2-ep2", "tp2-dp2-ep2-etp2", "pp2-dp2-ep2", "pp2-vpp2-dp2-ep2-full"])
+@pytest.mark.parametrize("other_rank", ["nothing", "masked"])
+def test_a_rank_with_nothing_to_learn_from_changes_nothing(tiny_folder, reference_of_one, layout, other_rank):
+    """One trajectory for two data-parallel ranks; the other has fillers only, or a trajectory without actions."""
+    axes = LAYOUTS[layout]
+    given = TRAJECTORIES[:1] + ([masked(TRAJECTORIES[1])] if other_rank == "masked" else [])
+    results = run_ranks(world_size(axes), one_step, tiny_folder, overrides_of(axes), given, timeout_s=120)
+    assert_equal_steps(results, reference_of_one)
 
 
 def test_frozen_tensors_keep_their_bits_and_the_others_move(reference):
