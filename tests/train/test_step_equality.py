@@ -3,6 +3,7 @@
 import dataclasses
 from math import prod
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -188,8 +189,7 @@ def test_micro_batches_do_not_change_a_step(tiny_folder, reference):
 
 def masked(trajectory):
     """The same tokens, none of them an action: nothing to learn from."""
-    nothing = np.zeros_like(trajectory.action_mask)
-    return dataclasses.replace(trajectory, action_mask=nothing)
+    return msgspec.structs.replace(trajectory, action_mask=np.zeros_like(trajectory.action_mask))
 
 
 @pytest.fixture(scope="module")
