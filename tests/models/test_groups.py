@@ -7,6 +7,7 @@ import torch
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from megatron_sao.config import load_config
@@ -33,7 +34,7 @@ class Tree(torch.nn.Module):
     """A module with the given children and parameters."""
 
     def __init__(self, **members):
-        super().__init__()
+        torch.nn.Module.__init__(self)
         for name, member in members.items():
             setattr(self, name, member)
 
@@ -156,6 +157,49 @@ def test_a_tensor_has_the_same_role_whether_or_not_its_norm_is_fused(make):  # V
     if make is dense_layer:
         assert fused[prefix + "mlp.linear_fc1.layer_norm_weight"] == "norms"
         assert fused[prefix + "mlp.linear_fc1.weight"] == fused[prefix + "mlp.linear_fc2.weight"] == "dense_mlp"
+
+
+class MTPLayer(Tree, MultiTokenPredictionLayer):
+    pass
+
+
+def test_latent_attention_and_its_indexer_are_attention():
+    indexer = Tree(
+        linear_wq_b=linear(), linear_wk=linear(), linear_weights_proj=linear(), k_norm=linear(bias=weight())
+    )
+    layer = moe_layer(fused=False)
+    layer.self_attention = Tree(
+        linear_q_down_proj=linear(),
+        linear_q_up_proj=linear(layer_norm_weight=weight()),
+        linear_kv_down_proj=linear(),
+        linear_kv_up_proj=linear(),
+        q_layernorm=linear(),
+        kv_layernorm=linear(),
+        linear_proj=linear(),
+        core_attention=Tree(indexer=indexer),
+    )
+    groups = by_name(chunk_of(layer))
+    inside = [name for name in groups if ".self_attention." in name]
+    assert len(inside) == 13 and {groups[name] for name in inside} == {"attention"}
+
+
+def test_roles_around_and_inside_an_mtp_layer():
+    chunk = chunk_of(dense_layer(fused=False))
+    around = dict(enorm=linear(), hnorm=linear(), eh_proj=linear(), final_layernorm=linear())
+    layer = MTPLayer(mtp_model_layer=moe_layer(fused=False), **around)
+    chunk.mtp = Tree(layers=torch.nn.ModuleList([layer]))
+    groups = by_name(chunk)
+    prefix = "mtp.layers.0."
+    assert {name: groups[f"{prefix}{name}.weight"] for name in around} == {
+        "enorm": "norms",
+        "hnorm": "norms",
+        "eh_proj": "dense_mlp",
+        "final_layernorm": "norms",
+    }
+    inside = by_name(chunk_of(moe_layer(fused=False)))
+    for name, group in inside.items():
+        if "layers.0." in name:
+            assert groups[name.replace("decoder.layers.0.", prefix + "mtp_model_layer.")] == group, name
 
 
 def test_stages_without_embedding_or_head_have_their_roles_too():

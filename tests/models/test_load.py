@@ -21,6 +21,7 @@ from megatron_sao.train.logprobs import learner_logprob
 from megatron_sao.train.sao_step import sao_step
 from megatron_sao.train.setup import build_trainer
 from megatron_sao.train.shares import scatter_to_share
+from tests.support.families import FAMILIES_WITH_MTP, make_family_folder
 from tests.support.folders import make_folder, read_weights, write_weights
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import random_trajectories
@@ -215,6 +216,79 @@ def test_training_keeps_the_copies_of_a_tied_head_equal(folders):
     assert torch.equal(head, embedding)
     torch.testing.assert_close(embedding - before, expected[EMBEDDING] - before, atol=1e-6, rtol=1e-3)
     assert float((embedding - before).abs().max()) > 1e-3
+
+
+# ---- families with router bias, latent attention, indexers, MTP layers ------------------------------------------
+
+SHARED = {"indexer_types": ["full", "full", "full", "shared"]}  # a stage starts on layer 2: it must have its own
+FAMILY_LAYOUTS = LAYOUTS | {"tp2-ep2": dict(tp=2, ep=2), "tp2-etp2": dict(tp=2, etp=2)}
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """Folders as they are released: MTP layers with copies, and an indexer in a layer that shares another one's."""
+    root, made = tmp_path_factory.mktemp("released"), {}
+    for family in FAMILIES_WITH_MTP:
+        fields = SHARED if family == "glm_moe_dsa" else {}
+        made[family] = make_family_folder(family, root / family, mtp=True, mtp_copies=True, seed=3, **fields)
+    weights = read_weights(made["glm_moe_dsa"])
+    prefix, shares = "model.layers.2.self_attn.indexer.", "model.layers.3.self_attn.indexer."
+    unused = {name.replace(prefix, shares): 2 * t for name, t in weights.items() if name.startswith(prefix)}
+    assert len(unused) == 5
+    write_weights(made["glm_moe_dsa"], weights | unused)
+    return made
+
+
+@pytest.mark.parametrize("layout", FAMILY_LAYOUTS)
+def test_a_policy_of_every_family_exports_the_trunk_it_loaded(released, layout):
+    cases = [("policy", folder) for folder in released.values()]
+    by_rank = run_ranks(1 if layout == "1" else 2, loads, cases, FAMILY_LAYOUTS[layout])
+    for family, results in zip(released, zip(*by_rank, strict=True), strict=True):
+        names = names_equal_to_folder(results, released[family])
+        rest = set(read_weights(released[family])) - names
+        mtp = {name for name in rest if name.startswith("model.layers.4.")}
+        assert "model.layers.4.eh_proj.weight" in mtp and "model.layers.4.shared_head.head.weight" in mtp
+        unused = {f"model.layers.3.self_attn.indexer.{part}" for part in ("k_norm.weight", "k_norm.bias")}
+        unused |= {f"model.layers.3.self_attn.indexer.{part}.weight" for part in ("wq_b", "wk", "weights_proj")}
+        assert rest - mtp == (unused if family == "glm_moe_dsa" else set())
+
+
+def types_of_a_bfloat16_model(folders):
+    config = load_config(None, ["model.dtype=bfloat16", "engine.dtype=bfloat16"])
+    world = start_world(config)
+    found = []
+    for folder in folders:
+        hf = HFFolder(folder)
+        chunks = build_model("policy", hf.config, config.parallel, torch.bfloat16)
+        load_weights(chunks, hf, read_shape(hf.config), world)
+        exporter = Exporter(chunks, read_shape(hf.config), world)
+        pieces = exporter.slices_by_rank[0]
+        found.append(({p.hf_name: p.dtype for p in pieces}, {p.hf_name: exporter.view(p).clone() for p in pieces}))
+    return found
+
+
+def test_the_router_bias_keeps_float32_in_a_bfloat16_model(released):
+    (found,) = run_ranks(1, types_of_a_bfloat16_model, list(released.values()))
+    for folder, (types, tensors) in zip(released.values(), found, strict=True):
+        source = read_weights(folder)
+        biases = [name for name in types if name.endswith("e_score_correction_bias")]
+        assert len(biases) == 3, "one for each layer with experts"
+        for name in biases:
+            assert types[name] == "float32" and torch.equal(tensors[name], source[name])
+            assert not torch.equal(source[name].bfloat16().float(), source[name]), "or rounding could not show"
+        name = "model.layers.1.mlp.shared_experts.up_proj.weight"
+        assert types[name] == "bfloat16" and torch.equal(tensors[name], source[name].bfloat16())
+
+
+def test_a_missing_router_bias_is_fatal_and_named(released, tmp_path):
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    for file in released["deepseek_v3"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = read_weights(tmp_path)
+    del weights[name]
+    write_weights(tmp_path, weights)
+    for refusal in load(("policy", tmp_path), ("value", tmp_path)):
+        assert f"lacks the tensor {name} of shape [16]" in refusal
 
 
 # ---- the dense family against transformers ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ from megatron_sao.train import export
 from megatron_sao.train.export import export_policy
 from megatron_sao.train.sao_step import sao_step
 from megatron_sao.train.setup import build_trainer
+from tests.support.families import YARN, make_family_folder
 from tests.support.folders import make_folder, read_weights, write_weights
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.trajectories import random_trajectories
@@ -99,6 +100,56 @@ def test_side_files_are_copied_and_others_are_not(folders, tmp_path):
     assert held >= {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
     assert "optimizer.pt" not in held
     assert set(read_weights(destination / "before")) == names, "the value head is no part of the policy"
+
+
+# ---- what the folder holds besides the policy (CKP-06) ---------------------------------------------------------
+
+COPIES = {
+    "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.4.shared_head.head.weight": "lm_head.weight",
+}
+
+
+@pytest.mark.parametrize("family, layout", [("glm4_moe", "1"), ("deepseek_v3", "tp2-ep2"), ("glm_moe_dsa", "pp2")])
+def test_mtp_layers_that_are_not_trained_are_passed_through(tmp_path, family, layout):
+    fields = dict(vocab_size=VOCAB) | (dict(rope_parameters=YARN) if family == "deepseek_v3" else {})  # CKP-03
+    folder = make_family_folder(family, tmp_path / "source", mtp=True, mtp_copies=True, seed=5, **fields)
+    written = tmp_path / "exports"
+    written.mkdir()
+    names = set().union(*run_ranks(1 if layout == "1" else 2, exports, folder, written, LAYOUTS[layout]))
+    source, before, after = (read_weights(f) for f in (folder, written / "before", written / "after"))
+    assert source.keys() == before.keys() == after.keys()
+    assert all(torch.equal(source[name], before[name]) for name in source)
+    mtp = {name for name in source if name.startswith("model.layers.4.")}
+    assert len(mtp) > 30 and names == source.keys() - mtp, "a push leaves them alone"
+    unchanged = {name for name in source if torch.equal(source[name], after[name])}
+    fixed = {name for name in names if "e_score_correction_bias" in name or ".indexer." in name}
+    assert (mtp - COPIES.keys()) | fixed <= unchanged
+    idle = unchanged - mtp - fixed  # experts that no token chose
+    assert all(".mlp.experts." in name for name in idle) and len(idle) < sum(".mlp.experts." in n for n in names) / 2
+    for copy, original in COPIES.items():
+        assert torch.equal(after[copy], after[original]), "a copy follows what it is a copy of"
+    config = json.loads((written / "after" / "config.json").read_text())
+    assert config == json.loads((folder / "config.json").read_text()) and config["num_nextn_predict_layers"] == 1
+
+
+def test_what_is_no_copy_is_kept_and_no_layer_is_counted_that_is_not_there(tmp_path):
+    folder = make_family_folder("glm4_moe", tmp_path / "source", mtp=True, mtp_copies=True, seed=5, vocab_size=VOCAB)
+    weights = read_weights(folder)
+    own = weights["model.layers.4.shared_head.head.weight"].clone() + 1
+    write_weights(folder, weights | {"model.layers.4.shared_head.head.weight": own})
+    (tmp_path / "exports").mkdir()
+    run_ranks(1, exports, folder, tmp_path / "exports", {})
+    after = read_weights(tmp_path / "exports" / "after")
+    assert torch.equal(after["model.layers.4.shared_head.head.weight"], own)
+    assert torch.equal(after["model.layers.4.embed_tokens.weight"], after["model.embed_tokens.weight"])
+
+    write_weights(folder, {name: t for name, t in weights.items() if not name.startswith("model.layers.4.")})
+    run_ranks(1, replaced, folder, tmp_path / "without")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    written = json.loads((tmp_path / "without" / "config.json").read_text())
+    assert written == config | {"num_nextn_predict_layers": 0}
 
 
 def in_bfloat16(folder, destination):
