@@ -9,13 +9,16 @@ from typing import Any, Literal
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_sao.config.parallel import Parallel
 from megatron_sao.convert.family import ModelShape, Rope, read_rope, read_shape, required
+from megatron_sao.errors import CheckpointError
 from megatron_sao.models.dsa import DSAConfig, check_stage_starts, dsa_options
 from megatron_sao.models.expert_dispatch import use_packed_dispatcher
-from megatron_sao.models.specs import decoder_spec, uses_transformer_engine
+from megatron_sao.models.mtp import PolicyWithMTP
+from megatron_sao.models.specs import decoder_spec, mtp_spec, uses_transformer_engine
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.parallel.schedule import is_first_stage, is_last_stage
 
@@ -36,10 +39,13 @@ class ValueModel(GPTModel):
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
-def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    hf_config: dict[str, Any], parallel: Parallel, dtype: torch.dtype, *, with_mtp: bool = False
+) -> TransformerConfig:
     """Megatron's configuration of a HF model under the given layout.
 
-    Raises: CheckpointError as `read_shape`, ConfigError as `check_stage_starts`.
+    Raises: CheckpointError as `read_shape`, or `with_mtp` for a model that has not exactly one MTP layer; ConfigError
+        as `check_stage_starts`.
     """
     shape = read_shape(hf_config)
     on_gpu = uses_transformer_engine()
@@ -48,6 +54,13 @@ def transformer_config(hf_config: dict[str, Any], parallel: Parallel, dtype: tor
     dispatcher = parallel.expert_dispatcher if shape.num_experts else "alltoall"
     if shape.num_experts:
         families |= _experts(shape, hf_config)
+    if with_mtp:
+        if shape.num_mtp_layers != 1:
+            raise CheckpointError(
+                f"config.json counts {shape.num_mtp_layers} MTP layers; training them (policy.mtp_loss_weight > 0) is"
+                " built for 1: set policy.mtp_loss_weight = 0"
+            )
+        families |= dict(mtp_num_layers=1, mtp_detach_heads=True)
     kind = MLATransformerConfig if shape.mla else TransformerConfig
     if shape.indexer:
         check_stage_starts(shape, parallel)
@@ -175,7 +188,13 @@ def _experts(shape: ModelShape, hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_model(
-    role: Role, hf_config: dict[str, Any], parallel: Parallel, dtype: torch.dtype, num_value_outputs: int = 1
+    role: Role,
+    hf_config: dict[str, Any],
+    parallel: Parallel,
+    dtype: torch.dtype,
+    num_value_outputs: int = 1,
+    *,
+    with_mtp: bool = False,
 ) -> list[MegatronModule]:
     """The chunks of this rank's pipeline stage, in the order of their layers.
 
@@ -184,9 +203,11 @@ def build_model(
 
     Args:
         num_value_outputs: outputs of the value head: 1, or the number of bins of a categorical value.
-    Collective: none, but the groups must be initialised.
+        with_mtp: build the policy's multi-token-prediction layer too (models/mtp.py).
+    Raises: CheckpointError as `transformer_config`.
+    Collective: every rank of the world (with MTP, first and last stage make their embeddings equal).
     """
-    config = transformer_config(hf_config, parallel, dtype)
+    config = transformer_config(hf_config, parallel, dtype, with_mtp=with_mtp)
     numbers = [None] if parallel.vpp == 1 else range(parallel.vpp)
     chunks = [_build_chunk(role, hf_config, config, number, num_value_outputs) for number in numbers]
     return [chunk.cuda() for chunk in chunks] if torch.cuda.is_available() else chunks
@@ -197,8 +218,9 @@ def _build_chunk(
 ) -> MegatronModule:
     shape, rope = read_shape(hf_config), read_rope(hf_config)
     tp, vpp = config.tensor_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    decoder = decoder_spec(config, vp_stage)
     options = dict(
-        transformer_layer_spec=decoder_spec(config, vp_stage),
+        transformer_layer_spec=decoder,
         vocab_size=-(-shape.vocab // tp) * tp,
         max_sequence_length=required(hf_config, "max_position_embeddings"),
         pre_process=is_first_stage() and vp_stage in (None, 0),
@@ -214,7 +236,12 @@ def _build_chunk(
             config, **options, share_embeddings_and_output_weights=False, num_outputs=num_value_outputs
         )
     else:
-        chunk = GPTModel(config, **options, share_embeddings_and_output_weights=shape.is_tied)
+        kind = PolicyWithMTP if config.mtp_num_layers else GPTModel
+        options["mtp_block_spec"] = mtp_spec(config, decoder, vp_stage)
+        chunk = kind(config, **options, share_embeddings_and_output_weights=shape.is_tied)
+    for module in chunk.modules():
+        if isinstance(module, Router):
+            module.frozen_expert_bias = True  # Megatron would exchange counts of tokens every step to add nothing
     if config.recompute_granularity == "full" and chunk.pre_process:
         chunk.embedding.register_forward_hook(_require_grad)
     use_packed_dispatcher(chunk)

@@ -1,11 +1,11 @@
 """Which modules a decoder is made of: transformer-engine where CUDA is present, ours otherwise. One function."""
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sao.models.cpu_modules import PackedAttention, RMSNorm
-from megatron_sao.models.dsa import DSAConfig, dsa_block_spec
+from megatron_sao.models.dsa import DSAConfig, dsa_block_spec, dsa_mtp_layer_spec
 from megatron_sao.models.mla import LatentAttention
 
 
@@ -32,4 +32,23 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None):
         elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec.layer_norm = RMSNorm
+    return spec
+
+
+def mtp_spec(config: TransformerConfig, decoder, vp_stage: int | None = None):
+    """The spec of the multi-token-prediction layers; None where this chunk has none (they live on the last stage).
+
+    Args:
+        decoder: the block spec of the same chunk, of whose last layer's kind they are.
+    """
+    if not config.mtp_num_layers:
+        return None
+    if isinstance(config, DSAConfig):
+        decoder = dsa_mtp_layer_spec(config, uses_transformer_engine())
+    spec = get_gpt_mtp_block_spec(
+        config, decoder, use_transformer_engine=uses_transformer_engine(), vp_stage=vp_stage
+    )
+    if spec is not None and not uses_transformer_engine():
+        for layer in spec.layer_specs:
+            layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RMSNorm
     return spec

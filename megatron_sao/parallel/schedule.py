@@ -4,7 +4,8 @@ Loss scale: a loss function returns its share of the step's loss, already divide
 tokens over all micro-batches, data- and context-parallel ranks). So gradients are SUMMED everywhere, never averaged:
 - micro-batches: a three-part return with `calculate_per_token_loss` keeps Megatron from dividing by their number;
 - data and context parallel: the same flag makes DistributedDataParallel sum instead of average;
-- `finalize_model_grads` would then divide by a token count: it is called without one.
+- `finalize_model_grads` would then divide by a token count: it is called without one;
+- the loss of a multi-token-prediction layer is a share of the same kind, and is added here.
 """
 
 import contextlib
@@ -26,7 +27,12 @@ LossFunction = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str
 
 
 def run_schedule(
-    chunks: list[torch.nn.Module], micro_batches: Iterable[MicroBatch], loss_function: LossFunction, *, backward: bool
+    chunks: list[torch.nn.Module],
+    micro_batches: Iterable[MicroBatch],
+    loss_function: LossFunction,
+    *,
+    backward: bool,
+    mtp_loss_function: LossFunction | None = None,
 ) -> list[dict[str, Any]]:
     """Forward, and with `backward` also backward and gradient reduction, over all micro-batches.
 
@@ -35,6 +41,8 @@ def run_schedule(
         loss_function: (decoder output [P, V/tp] or [P, num_outputs] at this rank's positions, micro-batch) ->
             (share of the loss, scalar; report). Runs on the last pipeline stage only. Tensors in the report are
             the caller's: detach them.
+        mtp_loss_function: the same of the logits of a `PolicyWithMTP`'s MTP layer: its share is added, its report
+            joins the other one. None: that layer, if there is one, does not run.
     Returns: the reports in micro-batch order on the last pipeline stage, [] elsewhere.
     Collective: every rank calls it with the same number of micro-batches, with several chunks a multiple of pp.
     """
@@ -46,7 +54,7 @@ def run_schedule(
     iterators = [iter(micro_batches) for _ in chunks]
     with contextlib.nullcontext() if backward else torch.no_grad():
         return get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, loss_function),
+            forward_step_func=partial(_forward_step, loss_function, mtp_loss_function),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro_batches),
@@ -56,16 +64,25 @@ def run_schedule(
         )
 
 
-def _forward_step(loss_function: LossFunction, iterator, model):
+def _forward_step(loss_function: LossFunction, mtp_loss_function: LossFunction | None, iterator, model):
     micro_batch = next(iterator)
     device = next(model.parameters()).device
     token_ids = micro_batch.token_ids.to(device)
-    output = model(token_ids[None], None, None, packed_seq_params=packed_sequence(micro_batch, device))
-    return output, partial(_loss, loss_function, micro_batch)
+    options = {"packed_seq_params": packed_sequence(micro_batch, device)}
+    if mtp_loss_function is not None:
+        next_ids = micro_batch.at_positions(micro_batch.batch.token_ids).to(device)
+        options["output_processor_context"] = next_ids[None]
+    output = model(token_ids[None], None, None, **options)
+    outputs = output if isinstance(output, tuple) else (output,)  # with the logits of the MTP layer
+    functions = (loss_function, mtp_loss_function)[: len(outputs)]
+    return outputs[0], partial(_loss, functions, micro_batch, outputs[1:])
 
 
-def _loss(loss_function: LossFunction, micro_batch: MicroBatch, output: torch.Tensor):
-    loss, report = loss_function(output[0], micro_batch)
+def _loss(functions: tuple[LossFunction, ...], micro_batch: MicroBatch, more_outputs: tuple, output: torch.Tensor):
+    loss, report = 0.0, {}
+    for function, each in zip(functions, (output, *more_outputs), strict=True):
+        part, about = function(each[0], micro_batch)
+        loss, report = loss + part, report | about
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 
 

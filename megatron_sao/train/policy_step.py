@@ -12,6 +12,7 @@ from megatron_sao.models.optimizer import TrainedModel
 from megatron_sao.parallel.exchange import merge_over_data
 from megatron_sao.parallel.schedule import run_schedule
 from megatron_sao.train.logprobs import learner_logprob
+from megatron_sao.train.mtp import mtp_loss
 from megatron_sao.train.shares import scatter_to_share
 from megatron_sao.train.value_step import step_loss
 
@@ -34,9 +35,21 @@ def policy_update(
         loss = policy_loss(config.algo, logp, micro_batch, advantage, share)
         return loss, {"loss": loss.detach().clone(), "logp": logp.detach().cpu(), "entropy": entropy.cpu()}
 
+    weight = config.policy.mtp_loss_weight
+
+    def mtp_loss_function(mtp_logits: torch.Tensor, micro_batch: MicroBatch):
+        loss = mtp_loss(mtp_logits, micro_batch, share, temperature, true_vocab)
+        return weight * loss, {"mtp_loss": loss.detach().clone()}
+
     model.zero_grad()
     learning_rate = model.learning_rate
-    reports = run_schedule(model.wrapped, share.micro_batches, loss_function, backward=True)
+    reports = run_schedule(
+        model.wrapped,
+        share.micro_batches,
+        loss_function,
+        backward=True,
+        mtp_loss_function=mtp_loss_function if weight else None,
+    )
     was_done, grad_norm = model.update()
     logp, entropy = scatter_to_share(reports, "logp", share), scatter_to_share(reports, "entropy", share)
     return {
@@ -44,6 +57,7 @@ def policy_update(
         "policy/grad_norm": grad_norm,
         "policy/learning_rate": learning_rate,
         "policy/skipped_updates": float(not was_done),
+        **({"policy/mtp_loss": step_loss(reports, "mtp_loss")} if weight else {}),
         **sampler_agreement(share, logp, entropy, num_lags=config.schedule.max_staleness + 1),
     }
 

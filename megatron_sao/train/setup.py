@@ -88,7 +88,8 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
     dtype = getattr(torch, config.model.dtype)
     readout = ValueReadout(config.value)
 
-    policy = build_model("policy", folder.config, config.parallel, dtype)
+    has_mtp = config.policy.mtp_loss_weight > 0
+    policy = build_model("policy", folder.config, config.parallel, dtype, with_mtp=has_mtp)
     load_weights(policy, folder, shape, world)
     exporter = Exporter(policy, shape, world)
     check_names(exporter.slices_by_rank, folder, shape, with_mtp=exporter.has_mtp)

@@ -44,7 +44,7 @@ def value_update(
     }
 
 
-def step_loss(reports: list[dict]) -> float:
+def step_loss(reports: list[dict], name: str = "loss") -> float:
     """The loss of the whole step from the shares in `reports`. Collective: context, pipeline and data axes."""
-    local = torch.stack([r["loss"].float().cpu() for r in reports]).sum() if is_last_stage() else None
+    local = torch.stack([r[name].float().cpu() for r in reports]).sum() if is_last_stage() else None
     return float(merge_over_data({"loss": whole_from_last_stage(local, ())})["loss"])

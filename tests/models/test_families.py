@@ -1,4 +1,8 @@
-"""Each family's policy against transformers' own model: logits and gradients, at one process and cut over ranks."""
+"""Each family's policy against transformers' own model: logits and gradients, at one process and cut over ranks.
+
+With its MTP layer where the family has one: logits of both, and the gradients of main loss + weight * MTP loss, where
+the MTP layer's loss reaches nothing but that layer.
+"""
 
 from dataclasses import dataclass
 
@@ -18,18 +22,22 @@ from megatron_sao.models.weights import load_weights, model_tensors
 from megatron_sao.parallel.init import start_world
 from megatron_sao.parallel.schedule import run_schedule
 from megatron_sao.train.logprobs import learner_logprob
+from megatron_sao.train.mtp import mtp_loss
 from tests.support.families import (
+    FAMILIES_WITH_MTP,
     YARN,
     make_family_folder,
     reference,
     reference_gradients,
     reference_logits,
+    reference_mtp,
 )
-from tests.support.pieces import hf_pieces, put_together
+from tests.support.pieces import Piece, hf_pieces, put_together
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import random_trajectories
 
 TRAJECTORIES = random_trajectories(6, seed=2, longest=48)
+MTP_WEIGHT = 0.3
 TOLERANCE = 1e-5  # absolute for logits of about 3; of the largest gradient of the same tensor
 LAYOUTS = {"1": {}, "tp2": dict(tp=2), "pp2": dict(pp=2), "ep2": dict(dp=2, ep=2), "tp2-ep2": dict(tp=2, ep=2)}
 VARIANTS = {
@@ -46,6 +54,8 @@ class Expected:
     """What transformers says about TRAJECTORIES."""
 
     logits: list[torch.Tensor]  # [T, V] per trajectory
+    mtp_logits: list[torch.Tensor | None]  # [T - 1, V] per trajectory
+    mtp_loss: float
     gradients: dict[str, torch.Tensor]  # by HF name
 
 
@@ -55,7 +65,7 @@ def folders(tmp_path_factory):
     made = {}
     for number, (name, overrides) in enumerate(VARIANTS.items()):
         family = name.split("-")[0]
-        made[name] = make_family_folder(family, root / name, mtp=False, seed=number, **overrides)
+        made[name] = make_family_folder(family, root / name, mtp=family in FAMILIES_WITH_MTP, seed=number, **overrides)
     return made
 
 
@@ -76,24 +86,44 @@ def expected(folders):
 
 def transformers_says(folder) -> Expected:
     model = reference(folder)
+    mtp = reference_mtp(folder, model) if model.config.model_type in FAMILIES_WITH_MTP else None
     num_action = sum(int(t.action_mask.sum()) for t in TRAJECTORIES)
-    loss, logits = torch.zeros(()), []
+    loss, drafting_loss, all_logits, all_mtp_logits = torch.zeros(()), torch.zeros(()), [], []
     for trajectory in TRAJECTORIES:
         ids, mask = torch.tensor(trajectory.token_ids), torch.tensor(trajectory.action_mask)
-        main, _ = reference_logits(model, ids)
-        loss = loss + F.cross_entropy(main[:-1][mask[1:]], ids[1:][mask[1:]], reduction="sum") / num_action
-        logits.append(main.detach())
+        logits, mtp_logits = reference_logits(model, ids, mtp)
+        loss = loss + F.cross_entropy(logits[:-1][mask[1:]], ids[1:][mask[1:]], reduction="sum") / num_action
+        all_logits.append(logits.detach())
+        all_mtp_logits.append(None if mtp is None else mtp_logits.detach())
+        if mtp is not None:  # row j is about token j + 2, drafted after token j + 1
+            drafted = mask[2:] & mask[1:-1]
+            part = F.cross_entropy(mtp_logits[:-1][drafted], ids[2:][drafted], reduction="sum")
+            drafting_loss = drafting_loss + part / num_action
+    if mtp is not None:
+        (MTP_WEIGHT * drafting_loss).backward(retain_graph=True)
+        model.zero_grad()  # what the MTP loss would have taught the rest of the model
     loss.backward()
-    return Expected(logits, reference_gradients(model))
+    return Expected(all_logits, all_mtp_logits, float(drafting_loss.detach()), reference_gradients(model, mtp))
 
 
-def megatron_says(folder, layout):
-    """-> (numbers of this rank's trajectories, their logits [S, V/tp] or None, pieces of the gradients)."""
+@dataclass
+class Found:
+    """What one rank of Megatron says: of its own trajectories, its part of the vocabulary and of the parameters."""
+
+    numbers: list[int]
+    logits: torch.Tensor | None  # [S, V/tp]; only the last stage has any
+    mtp_logits: torch.Tensor | None
+    mtp_loss: float
+    gradients: list[Piece]
+
+
+def megatron_says(folder, layout) -> Found:
     config = load_config(None, [f"parallel.{key}={value}" for key, value in layout.items()])
     world = start_world(config)
     hf = HFFolder(folder)
     shape = read_shape(hf.config)
-    chunks = build_model("policy", hf.config, config.parallel, torch.float32)
+    has_mtp = shape.num_mtp_layers > 0
+    chunks = build_model("policy", hf.config, config.parallel, torch.float32, with_mtp=has_mtp)
     load_weights(chunks, hf, shape, world)
     # Without a distributed optimizer every rank keeps whole gradients.
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
@@ -107,34 +137,55 @@ def megatron_says(folder, layout):
         mask = micro_batch.at_positions(micro_batch.batch.action_mask)
         return -logp[mask].sum() / share.num_step_action_tokens, {"logits": kept}
 
+    def mtp_loss_function(logits, micro_batch):
+        kept = logits[: micro_batch.batch.num_tokens].detach().clone()
+        loss = mtp_loss(logits, micro_batch, share, 1.0, shape.vocab)
+        return MTP_WEIGHT * loss, {"mtp_logits": kept, "mtp_loss": float(loss.detach())}
+
     for chunk in wrapped:
         chunk.zero_grad_buffer()
-    reports = run_schedule(wrapped, share.micro_batches, loss_function, backward=True)
+    mtp_function = mtp_loss_function if has_mtp else None
+    reports = run_schedule(
+        wrapped, share.micro_batches, loss_function, backward=True, mtp_loss_function=mtp_function
+    )
     gradients = {k: p.main_grad for k, p in model_tensors(chunks).items() if hasattr(p, "main_grad")}
-    logits = torch.cat([report["logits"] for report in reports]) if reports else None
-    return share.numbers, logits, hf_pieces(chunks, shape, world, gradients)
+    return Found(
+        share.numbers,
+        torch.cat([report["logits"] for report in reports]) if reports else None,
+        torch.cat([report["mtp_logits"] for report in reports]) if reports and has_mtp else None,
+        sum(report.get("mtp_loss", 0.0) for report in reports),
+        hf_pieces(chunks, shape, world, gradients),
+    )
 
 
-def check_logits(results, layout, expected):
+def check_logits(results: list[Found], layout, expected: Expected):
     """The logits of all ranks, the vocabulary cut over tp, against those of transformers."""
     tp = layout.get("tp", 1)
-    with_logits = [result for result in results if result[1] is not None]
-    seen = []
+    with_logits = [found for found in results if found.logits is not None]
+    seen, drafting_loss = [], 0.0
     for first in range(0, len(with_logits), tp):
-        whole = torch.cat([logits for _, logits, *_ in with_logits[first : first + tp]], -1)
-        numbers = with_logits[first][0]
-        parts = whole.split([TRAJECTORIES[n].num_tokens for n in numbers])
+        ranks = with_logits[first : first + tp]
+        numbers = ranks[0].numbers
+        lengths = [TRAJECTORIES[n].num_tokens for n in numbers]
+        parts = torch.cat([found.logits for found in ranks], -1).split(lengths)
         for number, found in zip(numbers, parts, strict=True):
             torch.testing.assert_close(found, expected.logits[number], atol=TOLERANCE, rtol=0)
+        if expected.mtp_logits[0] is not None:
+            parts = torch.cat([found.mtp_logits for found in ranks], -1).split(lengths)
+            for number, found in zip(numbers, parts, strict=True):
+                torch.testing.assert_close(found[:-1], expected.mtp_logits[number], atol=TOLERANCE, rtol=0)
+        drafting_loss += ranks[0].mtp_loss
         seen += numbers
     assert sorted(seen) == list(range(len(TRAJECTORIES)))
+    assert drafting_loss == pytest.approx(expected.mtp_loss, rel=TOLERANCE)
 
 
-def check_gradients(results, expected):
-    found = put_together([result[2] for result in results])
+def check_gradients(results: list[Found], expected: Expected):
+    found = put_together([result.gradients for result in results])
     assert found.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         largest = float(gradient.abs().max())
+        assert largest > 0 or ".experts." in name, f"{name} got no gradient"  # an expert may have had no token
         torch.testing.assert_close(
             found[name], gradient, atol=TOLERANCE * largest, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
