@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sao.convert.family import ModelShape
+from megatron_sao.convert.family import MLAShape, ModelShape
 from megatron_sao.convert.slices import LocalTensor, TensorRanks, local_slices, qkv_rows, slice_view
 from megatron_sao.errors import CheckpointError
 
@@ -180,6 +180,64 @@ def test_output_projections_are_cut_by_columns_and_norms_not_at_all():
 def test_an_unknown_tensor_stops_the_whole_list():
     with pytest.raises(CheckpointError, match="qb_beta"):
         local_slices([local("decoder.layers.0.mlp.router.qb_beta", 8)], SHAPE, ranks())
+
+
+# ---- latent attention, indexer, router bias, MTP ---------------------------------------------------------------
+
+LATENT = replace(SHAPE, family="glm_moe_dsa", mla=MLAShape(q_rank=6, kv_rank=4, nope_dim=2, rope_dim=2, v_dim=2))
+
+
+@pytest.mark.parametrize(
+    "name, hf", [("linear_q_down_proj", "q_a_proj"), ("linear_kv_down_proj", "kv_a_proj_with_mqa")]
+)
+def test_down_projections_are_cut_or_whole_as_their_own_tag_says(name, hf):
+    """Megatron's column-parallel layer cuts them, transformer-engine's and ours keep them whole."""
+    name, hf = f"decoder.layers.0.self_attention.{name}.weight", f"model.layers.0.self_attn.{hf}.weight"
+    cut, whole = (local_slices([local(name, 3, 1, split_dim=d)], LATENT, ranks(tp=1, tp_size=2)) for d in (0, -1))
+    assert [(p.hf_name, p.full_shape, p.start, p.length) for p in cut] == [(hf, (6, 1), 3, 3)]
+    assert [(p.hf_name, p.full_shape, p.start, p.length) for p in whole] == [(hf, (3, 1), 0, 3)]
+
+
+def test_what_every_tensor_rank_holds_whole():
+    names = ["self_attention.kv_layernorm.weight", "mlp.router.weight", "mlp.router.expert_bias"]
+    names += [f"self_attention.core_attention.indexer.{part}" for part in ("linear_wk.weight", "k_norm.bias")]
+    tensors = [local(f"decoder.layers.1.{name}", 8) for name in names]
+    pieces = local_slices(tensors, LATENT, ranks(tp=1, tp_size=2, ep=1, ep_size=2))
+    assert len(pieces) == len(names) and all(p.is_whole and p.full_shape == (8,) for p in pieces)
+    assert pieces[2].hf_name == "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def test_tensors_of_an_mtp_layer_are_cut_as_those_of_the_decoder():
+    inner = "mtp.layers.0.mtp_model_layer."
+    tensors = [
+        local("mtp.layers.0.eh_proj.weight", 2, 4, split_dim=0),
+        local("mtp.layers.0.enorm.weight", 4),
+        local(inner + "self_attention.linear_proj.weight", 4, 3, split_dim=1),
+        local(inner + "mlp.shared_experts.linear_fc1.weight", 4, 1, split_dim=0),
+        local(inner + "mlp.experts.local_experts.1.linear_fc2.weight", 4, 3, split_dim=1),
+    ]
+    where = ranks(tp=1, tp_size=2, ep=1, ep_size=2)
+    found = [(p.hf_name, p.full_shape, p.dim, p.start, p.length) for p in local_slices(tensors, SHAPE, where)]
+    prefix = "model.layers.4."
+    assert found == [
+        (prefix + "eh_proj.weight", (4, 4), 0, 2, 2),
+        (prefix + "enorm.weight", (4,), 0, 0, 4),
+        (prefix + "self_attn.o_proj.weight", (4, 6), 1, 3, 3),
+        (prefix + "mlp.shared_experts.gate_proj.weight", (4, 1), 0, 2, 2),
+        (prefix + "mlp.shared_experts.up_proj.weight", (4, 1), 0, 2, 2),
+        (prefix + "mlp.experts.5.down_proj.weight", (4, 3), 1, 0, 3),
+    ]
+
+
+def test_sizes_of_glm45_attention():
+    """96 heads and 8 KV groups of 128 on 8 tensor ranks: each has one group, 12 q heads, a k and a v head."""
+    glm45 = replace(SHAPE, num_heads=96, num_kv_groups=8, head_dim=128)
+    pieces = local_slices([local(QKV, 14 * 128, 5120, split_dim=0)], glm45, ranks(tp=5, tp_size=8))
+    assert [(p.hf_name, p.full_shape, p.start, p.length, p.source_start) for p in pieces] == [
+        (Q, (12288, 5120), 5 * 1536, 1536, 0),
+        (K, (1024, 5120), 5 * 128, 128, 1536),
+        (V, (1024, 5120), 5 * 128, 128, 1664),
+    ]
 
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------

@@ -10,11 +10,15 @@ import torch
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
 from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.weights import left_out_names, policy_shapes
 from megatron_sao.parallel.init import start_world
 from megatron_sao.train import export
 from megatron_sao.train.export import export_policy
+from megatron_sao.train.push import Pusher
 from megatron_sao.train.sao_step import sao_step
 from megatron_sao.train.setup import build_trainer
+from megatron_sao.transport.hf_shapes import read_shapes
+from megatron_sao.transport.plan import name_faults
 from tests.support.families import YARN, make_family_folder
 from tests.support.folders import make_folder, read_weights, write_weights
 from tests.support.ranks import RankFailure, run_ranks
@@ -131,6 +135,22 @@ def test_mtp_layers_that_are_not_trained_are_passed_through(tmp_path, family, la
         assert torch.equal(after[copy], after[original]), "a copy follows what it is a copy of"
     config = json.loads((written / "after" / "config.json").read_text())
     assert config == json.loads((folder / "config.json").read_text()) and config["num_nextn_predict_layers"] == 1
+
+
+def faults_of_a_push(folder):
+    """What an engine that was loaded from the folder finds wrong with the trainer's plan."""
+    trainer = trainer_of(folder, {})
+    names, left_out = policy_shapes(trainer.folder, trainer.shape), left_out_names(trainer.folder, trainer.shape)
+    plan = Pusher(trainer.exporter, names, trainer.config, link=None, host="", excluded=left_out)._plan
+    held = read_shapes(folder)
+    return name_faults(plan.expected, held, plan.excluded), name_faults(plan.expected, held)
+
+
+def test_engines_expect_what_a_push_delivers(tmp_path):
+    folder = make_family_folder("glm4_moe", tmp_path / "source", mtp=True, mtp_copies=True, seed=5, vocab_size=VOCAB)
+    ((faults, without_exclusion),) = run_ranks(1, faults_of_a_push, folder)
+    assert faults == []
+    assert "model.layers.4.eh_proj.weight is in the model folder but no rank sends it" in without_exclusion
 
 
 def test_what_is_no_copy_is_kept_and_no_layer_is_counted_that_is_not_there(tmp_path):
