@@ -7,7 +7,9 @@ model than the engine serves. There is no default for a size, and two places tha
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_sao.errors import CheckpointError
+from megatron_sao.config.parallel import Parallel
+from megatron_sao.config.stages import stage_faults, stage_start_faults
+from megatron_sao.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,16 @@ def read_shape(hf_config: dict[str, Any]) -> ModelShape:
 def layers_that_may_start_a_stage(shape: ModelShape) -> tuple[bool, ...]:
     """Per decoder layer, whether a pipeline stage may begin with it: a layer cannot share an indexer across stages."""
     return (True,) * shape.num_layers if shape.indexer is None else shape.indexer.is_full
+
+
+def check_stage_starts(shape: ModelShape, parallel: Parallel) -> None:
+    """Raises ConfigError when the layers cannot be cut into stages so, or a stage begins where none may."""
+    why = "it takes its choice of tokens (top-k) from the layer before it, which does not cross stages"
+    faults = stage_faults(shape.num_layers, parallel, "the model's num_hidden_layers") or stage_start_faults(
+        shape.num_layers, parallel, layers_that_may_start_a_stage(shape), why
+    )
+    if faults:
+        raise ConfigError("\n  ".join(faults))
 
 
 def _refuse_what_is_not_built(hf_config: dict[str, Any], only: dict[str, tuple]) -> None:

@@ -13,9 +13,9 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_sao.config.parallel import Parallel
-from megatron_sao.convert.family import ModelShape, Rope, read_rope, read_shape, required
+from megatron_sao.convert.family import ModelShape, Rope, check_stage_starts, read_rope, read_shape, required
 from megatron_sao.errors import CheckpointError
-from megatron_sao.models.dsa import DSAConfig, check_stage_starts, dsa_options
+from megatron_sao.models.dsa import DSAConfig, dsa_options
 from megatron_sao.models.expert_dispatch import use_packed_dispatcher
 from megatron_sao.models.mtp import PolicyWithMTP
 from megatron_sao.models.specs import decoder_spec, mtp_spec, uses_transformer_engine
@@ -62,8 +62,8 @@ def transformer_config(
             )
         families |= dict(mtp_num_layers=1, mtp_detach_heads=True)
     kind = MLATransformerConfig if shape.mla else TransformerConfig
+    check_stage_starts(shape, parallel)
     if shape.indexer:
-        check_stage_starts(shape, parallel)
         kind = DSAConfig
         families |= dsa_options(shape.indexer)
     config = kind(

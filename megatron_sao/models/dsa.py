@@ -29,10 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_sao.config.parallel import Parallel
-from megatron_sao.config.stages import stage_start_faults
-from megatron_sao.convert.family import IndexerShape, ModelShape, layers_that_may_start_a_stage
-from megatron_sao.errors import ConfigError
+from megatron_sao.convert.family import IndexerShape
 from megatron_sao.models.cpu_modules import RMSNorm
 from megatron_sao.models.mla import AbsorbedLatentAttention, LocalBackend
 
@@ -58,13 +55,6 @@ def dsa_options(indexer: IndexerShape) -> dict[str, Any]:
         dsa_indexer_loss_coeff=0.0,
         cp_comm_type="allgather",  # the only kind that Megatron's sparse attention knows
     )
-
-
-def check_stage_starts(shape: ModelShape, parallel: Parallel) -> None:
-    """Raises ConfigError when a pipeline stage would begin with a layer that reuses another one's choice."""
-    why = "it takes the choice of tokens (top-k) from the layer before it, which does not cross stages"
-    if faults := stage_start_faults(shape.num_layers, parallel, layers_that_may_start_a_stage(shape), why):
-        raise ConfigError("\n  ".join(faults))
 
 
 class IndexSharingAttention(DSAttention):

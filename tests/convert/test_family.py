@@ -4,18 +4,21 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_sao.config.parallel import Parallel
 from megatron_sao.convert.family import (
     IndexerShape,
     MLAShape,
     ModelShape,
     Rope,
     Yarn,
+    check_stage_starts,
+    layers_that_may_start_a_stage,
     read_rope,
     read_shape,
     required,
     rope_base,
 )
-from megatron_sao.errors import CheckpointError
+from megatron_sao.errors import CheckpointError, ConfigError
 
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -416,3 +419,39 @@ def test_the_rotated_share_of_a_head_from_either_place():
     assert read_rope(GLM45 | moved).share == 0.5
     with pytest.raises(CheckpointError, match="nothing for the rotated share of a head"):
         read_shape(GLM45 | {"partial_rotary_factor": None})
+
+
+# ---- pipeline stages ---------------------------------------------------------------------------------------------
+
+
+def test_a_stage_may_start_on_any_layer_but_one_that_shares_an_indexer():
+    shape = read_shape(GLM5 | {"num_hidden_layers": 8, "indexer_types": list("FFSFSSFS")})
+    assert [layer for layer, may in enumerate(layers_that_may_start_a_stage(shape)) if may] == [0, 1, 3, 6]
+    assert layers_that_may_start_a_stage(read_shape(DEEPSEEK)) == (True,) * DEEPSEEK["num_hidden_layers"]
+
+
+def test_every_stage_that_starts_wrong_is_named_with_the_layers_that_may():
+    shape = read_shape(GLM5 | {"num_hidden_layers": 6, "indexer_types": list("FFSFSS")})
+    with pytest.raises(ConfigError) as fault:
+        check_stage_starts(shape, Parallel(pp=3))
+    for line, stage, layer in zip(str(fault.value).splitlines(), (1, 2), (2, 4), strict=True):
+        assert f"pipeline stage {stage} starts on layer {layer}," in line and "may start: 0, 1, 3;" in line
+    check_stage_starts(shape, Parallel(pp=2))
+    with pytest.raises(ConfigError, match="does not divide"):
+        check_stage_starts(shape, Parallel(pp=4))
+
+
+def test_chunks_of_interleaved_stages_start_right_too():
+    """Two stages of two chunks."""
+    whole = read_shape(GLM5 | {"num_hidden_layers": 8, "indexer_types": list("FSFSFSFS")})
+    check_stage_starts(whole, Parallel(pp=2, vpp=2))
+    cut = read_shape(GLM5 | {"num_hidden_layers": 8, "indexer_types": list("FSFSFSSS")})
+    with pytest.raises(ConfigError, match="pipeline stage 1, chunk 1, starts on layer 6,"):
+        check_stage_starts(cut, Parallel(pp=2, vpp=2))
+
+
+def test_78_layers_that_share_by_fours_can_be_cut_where_an_indexer_stands():
+    shape = read_shape(GLM52)
+    check_stage_starts(shape, Parallel(pp=8, first_stage_layers=10, last_stage_layers=20))  # 10, 18, .. 58
+    with pytest.raises(ConfigError, match="starts on layer 39, .* may start: 0, 1, 2, 6, 10, "):
+        check_stage_starts(shape, Parallel(pp=2))

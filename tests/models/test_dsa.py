@@ -5,7 +5,6 @@ says, so the two models are the same one. What is done at another epsilon has a 
 """
 
 import dataclasses
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from megatron_sao.models.dsa import IndexSharingAttention
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import Exporter, check_names, describe, load_weights, model_tensors, tensor_ranks
 from megatron_sao.parallel.init import start_world
-from megatron_sao.parallel.schedule import packed_sequence, run_schedule
+from megatron_sao.parallel.schedule import run_schedule
 from megatron_sao.train.sao_step import sao_step
 from megatron_sao.train.setup import build_trainer
 from tests.support.families import (
@@ -35,7 +34,7 @@ from tests.support.families import (
     reference_gradients,
     reference_logits,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 from tests.support.trajectories import random_trajectories
 
 TRAJECTORIES = random_trajectories(7, seed=2, vocab=VOCABULARY)
@@ -197,3 +196,109 @@ def test_logits_and_gradients_equal_transformers(expected, kind, layout):
     }
     layers = {int(name.split(".")[2]) for *_, without in results for name in without if "indexer" in name}
     assert layers == set(FULL_LAYERS[kind])
+
+
+def test_the_sparse_folder_is_sparse(expected):
+    """Same weights; only the number of chosen tokens differs."""
+    dense, sparse = expected("dense").logits, expected("sparse").logits
+    assert max(float((dense[ids] - sparse[ids]).abs().max()) for ids in dense) > 0.1
+
+
+# ---- the norms of the latents ----------------------------------------------------------------------------------
+
+
+def test_the_latents_norms_have_the_models_epsilon(tmp_path):
+    """As in vLLM and Megatron; transformers has 1e-6 there. At the same epsilon the models are equal again."""
+    folder = make_family_folder("glm_moe_dsa", tmp_path / "m", mtp=False, seed=6, rms_norm_eps=1e-2)
+
+    def give_epsilon(model):
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+                assert norm.variance_epsilon == 1e-6
+                norm.variance_epsilon = 1e-2
+
+    results = run_ranks(1, one_pass, folder, {}, timeout_s=90)
+    assert_equal_to(expect(folder, give_epsilon), results)
+    with pytest.raises(AssertionError):
+        assert_equal_to(expect(folder), results)
+
+
+# ---- recomputation and micro-batches in flight -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["freq2-offset2", "irregular"])
+def test_recomputation_finds_the_choice_of_its_own_micro_batch(expected, kind):
+    """In a pipeline the first stage runs micro-batches ahead before it recomputes the first of them."""
+    assert_equal_to(expected(kind), run_ranks(2, one_pass, expected(kind).folder, dict(pp=2), "full", timeout_s=90))
+
+
+def one_pass_with_choice_on_the_config(*args):
+    IndexSharingAttention._get_index_share_carrier = lambda self, packed, mask: self.config  # Megatron's fallback
+    return one_pass(*args)
+
+
+def test_a_carrier_that_micro_batches_share_would_be_wrong(expected):
+    """The control: recomputation of one micro-batch meets the choice of another, of another length here."""
+    with pytest.raises(RankFailure, match="topk_indices shape mismatch"):
+        run_ranks(2, one_pass_with_choice_on_the_config, expected("irregular").folder, dict(pp=2), "full", timeout_s=60)
+
+
+def forward_without_packing(folder):
+    *_, (model,) = build(folder, {})
+    with torch.no_grad():
+        model(torch.arange(8)[None], None, None)
+
+
+def test_sharing_without_packed_sequences_is_refused(expected):
+    with pytest.raises(RankFailure, match="pass a fresh one"):
+        run_ranks(1, forward_without_packing, expected("irregular").folder, timeout_s=60)
+
+
+# ---- pipeline stages -------------------------------------------------------------------------------------------
+
+
+def test_a_model_whose_stage_starts_on_a_sharing_layer_is_refused(expected):
+    """Before anything is built, on every rank alike. Which layers may: tests/convert/test_family.py."""
+    config = read_config(expected("irregular").folder)
+    with pytest.raises(ConfigError, match="pipeline stage 1 starts on layer 2, .* may start: 0, 1, 3;"):
+        transformer_config(config, Parallel(pp=3), torch.float32)
+
+
+# ---- training --------------------------------------------------------------------------------------------------
+
+
+def two_steps(folder, overrides):
+    """Two SAO steps that move everything they may; -> what moved and what did not, by model."""
+    config = load_config(
+        None,
+        ["policy.lr=0.1", "value.lr=0.1", "policy.weight_decay=0.1", "value.weight_decay=0.1"]
+        + ["policy.lr_warmup_steps=0", "value.lr_warmup_steps=0", *overrides]
+        + ["value.groups.attention.trained=true", "value.groups.attention.lr_multiplier=0.5"],
+    )
+    world = start_world(config)
+    trainer = build_trainer(config, HFFolder(folder), world)
+    models = {"policy": trainer.models.policy, "value": trainer.models.value}
+    before = {k: {n: t.detach().clone() for n, t in model_tensors(m.chunks).items()} for k, m in models.items()}
+    for _ in range(2):
+        share = trainer.share_of_batch(TRAJECTORIES, 0)
+        assert sao_step(trainer.models, share, config).has_updated_policy
+    trainer.check_frozen()
+    moved, kept = {}, {}
+    for kind, model in models.items():
+        for key, now in model_tensors(model.chunks).items():
+            same = torch.equal(now, before[kind][key])
+            (kept if same else moved).setdefault(kind, set()).add(key.split(":", 1)[1])
+    return moved, kept, trainer.manifest, set(trainer.frozen_hashes)
+
+
+def test_training_leaves_the_indexer_alone_and_moves_all_other_attention(expected):
+    """Weight decay alone would move an indexer that the optimizer held."""
+    overrides = ["parallel.tp=2", "parallel.ep=2"]
+    for moved, kept, manifest, hashed in run_ranks(2, two_steps, expected("irregular").folder, overrides, timeout_s=120):
+        for kind in ("policy", "value"):
+            assert {n for n in moved[kind] | kept[kind] if "indexer" in n} == {n for n in kept[kind] if "indexer" in n}
+            still = {n for n in kept[kind] if "self_attention" in n and "indexer" not in n}
+            assert not still
+        assert len([n for n in hashed if "indexer" in n]) == 3 * 5
+        attention = [line.split()[:2] for line in manifest.splitlines() if line.startswith("attention")]
+        assert attention == [["attention", "trained"], ["attention", "frozen"]]
