@@ -39,7 +39,7 @@ from tests.support.trajectories import random_trajectories
 
 TRAJECTORIES = random_trajectories(7, seed=2, vocab=VOCABULARY)
 BUDGET = 64  # tokens of a micro-batch: several trajectories each, and several micro-batches
-# Row t scales the logits at a token t: a loss that does not care how tokens are packed, cut or ordered.
+# Row t weighs the logits about a token t: a loss that does not care how tokens are packed, cut or ordered.
 LOSS_ROWS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(8)) / 16
 
 LAYOUTS = {
@@ -48,6 +48,7 @@ LAYOUTS = {
     "pp2": dict(pp=2),
     "ep2": dict(dp=2, ep=2),
     "tp2-ep2": dict(tp=2, ep=2),
+    "cp2": dict(cp=2),
 }
 KINDS = {
     # every trajectory is shorter than index_topk: the indexer chooses all there is
@@ -82,7 +83,7 @@ def expect(folder, patch=lambda model: None) -> Expected:
     for trajectory in TRAJECTORIES:
         ids = torch.tensor(trajectory.token_ids)
         found, _ = reference_logits(model, ids)
-        (found * LOSS_ROWS[ids]).sum().backward()
+        (found[:-1] * LOSS_ROWS[ids[1:]]).sum().backward()
         logits[tuple(ids.tolist())] = found.detach()
     return Expected(folder, logits, reference_gradients(model))
 
@@ -121,27 +122,29 @@ def build(folder, layout, recompute="none"):
 def one_pass(folder, layout, recompute="none"):
     """Forward and backward of the whole batch on this rank.
 
-    -> (tp rank, [(token ids, local logits) of a trajectory], [(HF name, dim, start, length, gradient)], names without
-    gradient).
+    -> (tp rank, [(token ids, which rows of its logits, those rows) of a trajectory], [(HF name, dim, start, length,
+    gradient)], names without gradient).
     """
     config, world, hf, shape, chunks = build(folder, layout, recompute)
     exporter = Exporter(chunks, shape, world)
     check_names(exporter.slices_by_rank, hf, shape)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
-    share = share_of(pack(TRAJECTORIES, 0, lambda domain: (0.8, 3.0)), world.dp, world.dp_size, BUDGET, world.tp_size)
+    batch = pack(TRAJECTORIES, 0, lambda domain: (0.8, 3.0))
+    share = share_of(batch, world.dp, world.dp_size, BUDGET, world.tp_size, world.cp, world.cp_size)
     assert len(share.micro_batches) > 1
 
     def loss(logits, micro_batch):
-        logits = logits[: micro_batch.batch.num_tokens]  # fillers stand at the end
-        rows = LOSS_ROWS[micro_batch.batch.token_ids].chunk(world.tp_size, dim=1)[world.tp]
-        return (logits * rows).sum(), {"logits": logits.detach().clone(), "batch": micro_batch.batch}
+        rows = LOSS_ROWS[micro_batch.at_positions(micro_batch.batch.token_ids)].chunk(world.tp_size, dim=1)[world.tp]
+        is_about = (micro_batch.about >= 0)[:, None]
+        return (logits * rows * is_about).sum(), {"logits": logits.detach().clone(), "micro_batch": micro_batch}
 
     logits = []
     for report in run_schedule(wrapped, share.micro_batches, loss, backward=True):
-        lengths = report["batch"].lengths().tolist()
-        for ids, local in zip(report["batch"].token_ids.split(lengths), report["logits"].split(lengths), strict=True):
-            logits.append((tuple(ids.tolist()), local))
+        packed, about = report["micro_batch"].batch, report["micro_batch"].about
+        for start, ids in zip(packed.starts, packed.token_ids.split(packed.lengths().tolist()), strict=False):
+            here = (about > start) & (about < start + len(ids))
+            logits.append((tuple(ids.tolist()), about[here] - start - 1, report["logits"][here]))
     return world.tp, logits, *gradient_pieces(chunks, shape, world)
 
 
@@ -156,14 +159,14 @@ def gradient_pieces(chunks, shape, world):
 
 def assert_equal_to(expected: Expected, results, tolerance=1e-5):
     """Every rank's logits and gradients are transformers', and together they are all of them."""
-    seen = {ids: {} for ids in expected.logits}
-    held = {name: torch.zeros(gradient.shape, dtype=torch.bool) for name, gradient in expected.gradients.items()}
     tp_size = 1 + max(tp for tp, *_ in results)
+    seen = {(ids, tp): set() for ids in expected.logits for tp in range(tp_size)}
+    held = {name: torch.zeros(gradient.shape, dtype=torch.bool) for name, gradient in expected.gradients.items()}
     for tp, logits, pieces, _ in results:
-        for ids, local in logits:
-            whole = expected.logits[ids].chunk(tp_size, dim=1)[tp]
+        for ids, rows, local in logits:
+            whole = expected.logits[ids][rows].chunk(tp_size, dim=1)[tp]
             torch.testing.assert_close(local, whole, atol=tolerance, rtol=0)
-            seen[ids][tp] = True
+            seen[ids, tp] |= set(rows.tolist())
         for name, dim, start, length, gradient in pieces:
             whole = expected.gradients[name]
             scale = float(whole.abs().max())
@@ -171,7 +174,7 @@ def assert_equal_to(expected: Expected, results, tolerance=1e-5):
             assert scale > 0 or ".experts." in name, f"{name} has no gradient"  # an expert may get no token
             assert off <= tolerance * scale, f"gradient of {name}: {off} of {scale}"
             held[name].narrow(dim, start, length).fill_(True)
-    assert all(len(parts) == tp_size for parts in seen.values())
+    assert all(rows == set(range(len(ids) - 1)) for (ids, _), rows in seen.items())
     missing = {name for name, mask in held.items() if not bool(mask.all())}
     without = {n for n in expected.gradients if "indexer" in n or "e_score" in n}
     assert missing == without
@@ -179,7 +182,7 @@ def assert_equal_to(expected: Expected, results, tolerance=1e-5):
 
 
 def world_of(layout) -> int:
-    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * layout.get("dp", 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
