@@ -103,7 +103,7 @@ def expected(tmp_path_factory):
     return make
 
 
-def build(folder, layout, recompute="none"):
+def build(folder, layout):
     """A rank's policy with the folder's weights."""
     config = load_config(None, [f"parallel.{key}={value}" for key, value in layout.items()])
     world = start_world(config)
@@ -111,21 +111,16 @@ def build(folder, layout, recompute="none"):
     shape = read_shape(hf.config)
     chunks = build_model("policy", hf.config, config.parallel, torch.float32)
     load_weights(chunks, hf, shape, world)
-    if recompute == "full":
-        for chunk in chunks:
-            model_config = chunk.config
-            model_config.recompute_granularity, model_config.recompute_method = "full", "uniform"
-            model_config.recompute_num_layers = 1
     return config, world, hf, shape, chunks
 
 
-def one_pass(folder, layout, recompute="none"):
+def one_pass(folder, layout):
     """Forward and backward of the whole batch on this rank.
 
     -> (tp rank, [(token ids, which rows of its logits, those rows) of a trajectory], [(HF name, dim, start, length,
     gradient)], names without gradient).
     """
-    config, world, hf, shape, chunks = build(folder, layout, recompute)
+    config, world, hf, shape, chunks = build(folder, layout)
     exporter = Exporter(chunks, shape, world)
     check_names(exporter.slices_by_rank, hf, shape)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
@@ -229,10 +224,11 @@ def test_the_latents_norms_have_the_models_epsilon(tmp_path):
 # ---- recomputation and micro-batches in flight -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["freq2-offset2", "irregular"])
-def test_recomputation_finds_the_choice_of_its_own_micro_batch(expected, kind):
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_finds_the_choice_of_its_own_micro_batch(expected, recompute):
     """In a pipeline the first stage runs micro-batches ahead before it recomputes the first of them."""
-    assert_equal_to(expected(kind), run_ranks(2, one_pass, expected(kind).folder, dict(pp=2), "full", timeout_s=90))
+    layout = dict(pp=2, recompute=recompute)
+    assert_equal_to(expected("irregular"), run_ranks(2, one_pass, expected("irregular").folder, layout, timeout_s=90))
 
 
 def one_pass_with_choice_on_the_config(*args):
@@ -242,8 +238,9 @@ def one_pass_with_choice_on_the_config(*args):
 
 def test_a_carrier_that_micro_batches_share_would_be_wrong(expected):
     """The control: recomputation of one micro-batch meets the choice of another, of another length here."""
+    layout, folder = dict(pp=2, recompute="full"), expected("irregular").folder
     with pytest.raises(RankFailure, match="topk_indices shape mismatch"):
-        run_ranks(2, one_pass_with_choice_on_the_config, expected("irregular").folder, dict(pp=2), "full", timeout_s=60)
+        run_ranks(2, one_pass_with_choice_on_the_config, folder, layout, timeout_s=60)
 
 
 def forward_without_packing(folder):
