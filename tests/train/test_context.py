@@ -16,6 +16,7 @@ from megatron_sao.parallel.init import start_world
 from megatron_sao.train.sao_step import sao_step
 from megatron_sao.train.setup import build_trainer
 from megatron_sao.train.values import infer_values
+from tests.support.families import make_family_folder
 from tests.support.folders import make_folder
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import random_trajectories
@@ -81,20 +82,39 @@ def expected(folder):
     return result
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_awkward_shares_give_the_steps_of_one_process(folder, expected, layout):
-    results = run_ranks(4, steps, folder, LAYOUTS[layout], timeout_s=90)
-    for number, (name, (metrics, values)) in enumerate(expected[0].items()):
+def assert_equal_steps(results, expected):
+    """Every rank reports the metrics, has the values of its trajectories and ends with the weights of one process."""
+    found_in_one, weights_of_one, _ = expected
+    for name, (metrics, values) in found_in_one.items():
         seen = set()
         for found, _, _ in results:
             for key, wanted in metrics.items():
-                assert found[name][0][key] == pytest.approx(wanted, abs=2e-5, rel=2e-5, nan_ok=False), (name, key)
-            for index, value in found[name][1].items():
-                torch.testing.assert_close(value, values[index], atol=1e-5, rtol=1e-5)
+                assert found[name][0][key] == pytest.approx(wanted, abs=2e-5, rel=2e-5), (name, key)
+            for number, value in found[name][1].items():
+                torch.testing.assert_close(value, values[number], atol=1e-5, rtol=1e-5)
             seen |= set(found[name][1])
-        assert seen == set(values) and len(values) == len(list(STEPS.values())[number])
-    for _, weights, num_filler_only in results:
-        for key, wanted in expected[1].items():
+        assert seen == set(values) and len(values) == len(STEPS[name])
+    for _, weights, _ in results:
+        for key, wanted in weights_of_one.items():
             torch.testing.assert_close(weights[key], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_awkward_shares_give_the_steps_of_one_process(folder, expected, layout):
+    results = run_ranks(4, steps, folder, LAYOUTS[layout], timeout_s=90)
+    assert_equal_steps(results, expected)
     if layout == "cp2-dp2":
         assert max(num for *_, num in results) > 0, "a rank without trajectories runs fillers alone"
+
+
+FAMILIES = {  # latent attention, and sparse attention that layers share, in which a token sees 8 others at most
+    "deepseek_v3": {},
+    "glm_moe_dsa": dict(num_hidden_layers=3, indexer_types=["full", "shared", "full"]),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_latent_and_sparse_attention_give_the_steps_of_one_process(tmp_path, family):
+    folder = make_family_folder(family, tmp_path / family, mtp=False, seed=6, **FAMILIES[family])
+    (in_one,) = run_ranks(1, steps, folder, {}, timeout_s=90)
+    assert_equal_steps(run_ranks(4, steps, folder, dict(cp=2, tp=2, ep=4), timeout_s=120), in_one)
