@@ -15,7 +15,7 @@ from megatron_sao.config import load_config
 from megatron_sao.config.parallel import Parallel
 from megatron_sao.convert.family import read_shape
 from megatron_sao.convert.slices import local_slices, slice_view
-from megatron_sao.data.batch import pack
+from megatron_sao.data.batch import pack, to_decoder
 from megatron_sao.data.share import share_of
 from megatron_sao.errors import ConfigError
 from megatron_sao.models.build import build_model, transformer_config
@@ -33,6 +33,7 @@ from tests.support.families import (
     reference,
     reference_gradients,
     reference_logits,
+    reference_mtp,
 )
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.trajectories import random_trajectories
@@ -57,6 +58,8 @@ KINDS = {
     "freq2-offset2": dict(num_hidden_layers=6, index_topk_freq=2, index_skip_topk_offset=2),
     "freq4-offset3": dict(num_hidden_layers=12, index_topk_freq=4, index_skip_topk_offset=3),
     "irregular": dict(num_hidden_layers=6, indexer_types=["full", "full", "shared", "full", "shared", "shared"]),
+    # with an MTP layer; a layer shares the first one's choice
+    "mtp": dict(num_hidden_layers=6, indexer_types=["full", "shared", "shared", "full", "full", "shared"]),
 }
 FULL_LAYERS = {
     "dense": (0, 1, 2, 3),
@@ -64,28 +67,37 @@ FULL_LAYERS = {
     "freq2-offset2": (0, 1, 3, 5),
     "freq4-offset3": (0, 1, 2, 6, 10),
     "irregular": (0, 1, 3),
+    "mtp": (0, 3, 4),
 }
 
 
 @dataclasses.dataclass
 class Expected:
-    """What transformers computes: logits by token ids, gradients of the whole batch by HF name."""
+    """What transformers computes: logits by ("main" or "mtp", token ids), gradients of the batch by HF name."""
 
     folder: object
-    logits: dict[tuple[int, ...], torch.Tensor]
+    logits: dict[tuple[str, tuple[int, ...]], torch.Tensor]
     gradients: dict[str, torch.Tensor]
 
 
 def expect(folder, patch=lambda model: None) -> Expected:
     model = reference(folder)
     patch(model)
-    logits = {}
+    mtp = reference_mtp(folder, model) if read_config(folder)["num_nextn_predict_layers"] else None
+    logits, loss, drafting_loss = {}, torch.zeros(()), torch.zeros(())
     for trajectory in TRAJECTORIES:
         ids = torch.tensor(trajectory.token_ids)
-        found, _ = reference_logits(model, ids)
-        (found[:-1] * LOSS_ROWS[ids[1:]]).sum().backward()
-        logits[tuple(ids.tolist())] = found.detach()
-    return Expected(folder, logits, reference_gradients(model))
+        main, drafted = reference_logits(model, ids, mtp)
+        loss = loss + (main[:-1] * LOSS_ROWS[ids[1:]]).sum()
+        logits["main", tuple(ids.tolist())] = main[:-1].detach()
+        if mtp is not None:
+            drafting_loss = drafting_loss + (drafted[:-1] * LOSS_ROWS[ids[2:]]).sum()
+            logits["mtp", tuple(ids.tolist())] = drafted[:-1].detach()
+    if mtp is not None:
+        drafting_loss.backward(retain_graph=True)
+        model.zero_grad()  # its heads are detached: the MTP layer alone learns from its loss
+    loss.backward()
+    return Expected(folder, logits, reference_gradients(model, mtp))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +108,7 @@ def expected(tmp_path_factory):
     def make(kind: str) -> Expected:
         if kind not in made:
             folder = tmp_path_factory.mktemp("dsa") / kind
-            make_family_folder("glm_moe_dsa", folder, mtp=False, seed=6, rms_norm_eps=1e-6, **KINDS[kind])
+            make_family_folder("glm_moe_dsa", folder, mtp=kind == "mtp", seed=6, rms_norm_eps=1e-6, **KINDS[kind])
             made[kind] = expect(folder)
         return made[kind]
 
@@ -104,12 +116,12 @@ def expected(tmp_path_factory):
 
 
 def build(folder, layout):
-    """A rank's policy with the folder's weights."""
+    """A rank's policy with the folder's weights, with its MTP layer if it has one."""
     config = load_config(None, [f"parallel.{key}={value}" for key, value in layout.items()])
     world = start_world(config)
     hf = HFFolder(folder)
     shape = read_shape(hf.config)
-    chunks = build_model("policy", hf.config, config.parallel, torch.float32)
+    chunks = build_model("policy", hf.config, config.parallel, torch.float32, with_mtp=shape.num_mtp_layers > 0)
     load_weights(chunks, hf, shape, world)
     return config, world, hf, shape, chunks
 
@@ -117,29 +129,42 @@ def build(folder, layout):
 def one_pass(folder, layout):
     """Forward and backward of the whole batch on this rank.
 
-    -> (tp rank, [(token ids, which rows of its logits, those rows) of a trajectory], [(HF name, dim, start, length,
-    gradient)], names without gradient).
+    -> (tp rank, [("main" or "mtp", token ids of a trajectory, which of its logits, those)], [(HF name, dim, start,
+    length, gradient)], names without gradient).
     """
     config, world, hf, shape, chunks = build(folder, layout)
     exporter = Exporter(chunks, shape, world)
-    check_names(exporter.slices_by_rank, hf, shape)
+    check_names(exporter.slices_by_rank, hf, shape, with_mtp=exporter.has_mtp)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
     batch = pack(TRAJECTORIES, 0, lambda domain: (0.8, 3.0))
     share = share_of(batch, world.dp, world.dp_size, BUDGET, world.tp_size, world.cp, world.cp_size)
     assert len(share.micro_batches) > 1
 
-    def loss(logits, micro_batch):
-        rows = LOSS_ROWS[micro_batch.at_positions(micro_batch.batch.token_ids)].chunk(world.tp_size, dim=1)[world.tp]
-        is_about = (micro_batch.about >= 0)[:, None]
-        return (logits * rows * is_about).sum(), {"logits": logits.detach().clone(), "micro_batch": micro_batch}
+    def loss_about(which, tokens_later):
+        def loss(logits, micro_batch):
+            batch = micro_batch.batch
+            # of the token that the main logits are about, and from there on
+            token_ids, about = batch.token_ids, torch.arange(batch.num_tokens)
+            for _ in range(tokens_later):
+                token_ids, about = to_decoder(token_ids, batch.starts), to_decoder(about, batch.starts, fill=-1)
+            about = micro_batch.at_positions(about, fill=-1)
+            rows = LOSS_ROWS[micro_batch.at_positions(token_ids)].chunk(world.tp_size, dim=1)[world.tp]
+            rows = rows * (about >= 0)[:, None]
+            report = {which: (batch, about, logits.detach().clone(), 1 + tokens_later)}
+            return (logits * rows).sum(), report
 
+        return loss
+
+    mtp = loss_about("mtp", 1) if shape.num_mtp_layers else None
+    reports = run_schedule(
+        wrapped, share.micro_batches, loss_about("main", 0), backward=True, mtp_loss_function=mtp
+    )
     logits = []
-    for report in run_schedule(wrapped, share.micro_batches, loss, backward=True):
-        packed, about = report["micro_batch"].batch, report["micro_batch"].about
+    for which, (packed, about, found, ahead) in (item for report in reports for item in report.items()):
         for start, ids in zip(packed.starts, packed.token_ids.split(packed.lengths().tolist()), strict=False):
-            here = (about > start) & (about < start + len(ids))
-            logits.append((tuple(ids.tolist()), about[here] - start - 1, report["logits"][here]))
+            here = (about >= start + ahead) & (about < start + len(ids))
+            logits.append((which, tuple(ids.tolist()), about[here] - start - ahead, found[here]))
     return world.tp, logits, *gradient_pieces(chunks, shape, world)
 
 
@@ -155,13 +180,13 @@ def gradient_pieces(chunks, shape, world):
 def assert_equal_to(expected: Expected, results, tolerance=1e-5):
     """Every rank's logits and gradients are transformers', and together they are all of them."""
     tp_size = 1 + max(tp for tp, *_ in results)
-    seen = {(ids, tp): set() for ids in expected.logits for tp in range(tp_size)}
+    seen = {(key, tp): set() for key in expected.logits for tp in range(tp_size)}
     held = {name: torch.zeros(gradient.shape, dtype=torch.bool) for name, gradient in expected.gradients.items()}
     for tp, logits, pieces, _ in results:
-        for ids, rows, local in logits:
-            whole = expected.logits[ids][rows].chunk(tp_size, dim=1)[tp]
+        for which, ids, rows, local in logits:
+            whole = expected.logits[which, ids][rows].chunk(tp_size, dim=1)[tp]
             torch.testing.assert_close(local, whole, atol=tolerance, rtol=0)
-            seen[ids, tp] |= set(rows.tolist())
+            seen[(which, ids), tp] |= set(rows.tolist())
         for name, dim, start, length, gradient in pieces:
             whole = expected.gradients[name]
             scale = float(whole.abs().max())
@@ -169,7 +194,7 @@ def assert_equal_to(expected: Expected, results, tolerance=1e-5):
             assert scale > 0 or ".experts." in name, f"{name} has no gradient"  # an expert may get no token
             assert off <= tolerance * scale, f"gradient of {name}: {off} of {scale}"
             held[name].narrow(dim, start, length).fill_(True)
-    assert all(rows == set(range(len(ids) - 1)) for (ids, _), rows in seen.items())
+    assert all(rows == set(range(len(expected.logits[key]))) for (key, _), rows in seen.items())
     missing = {name for name, mask in held.items() if not bool(mask.all())}
     without = {n for n in expected.gradients if "indexer" in n or "e_score" in n}
     assert missing == without
@@ -192,8 +217,10 @@ def test_logits_and_gradients_equal_transformers(expected, kind, layout):
         for part in ("linear_wq_b.weight", "linear_wk.weight", "k_norm.weight", "k_norm.bias")
         + ("linear_weights_proj.weight",)
     }
-    layers = {int(name.split(".")[2]) for *_, without in results for name in without if "indexer" in name}
-    assert layers == set(FULL_LAYERS[kind])
+    layers = {name.split(".self_attention.")[0] for *_, without in results for name in without if "indexer" in name}
+    of_mtp = {layer for layer in layers if layer.startswith("mtp.")}
+    assert layers - of_mtp == {f"decoder.layers.{layer}" for layer in FULL_LAYERS[kind]}
+    assert len(of_mtp) == (kind == "mtp")
 
 
 def test_the_sparse_folder_is_sparse(expected):
@@ -241,6 +268,21 @@ def test_a_carrier_that_micro_batches_share_would_be_wrong(expected):
     layout, folder = dict(pp=2, recompute="full"), expected("irregular").folder
     with pytest.raises(RankFailure, match="topk_indices shape mismatch"):
         run_ranks(2, one_pass_with_choice_on_the_config, folder, layout, timeout_s=60)
+
+
+def test_recomputation_keeps_the_choice_of_the_mtp_layer_apart(expected):
+    """It counts its layers from 1 again: its choice must not pass for the one of the decoder's first layer."""
+    layout = dict(recompute="full")
+    assert_equal_to(expected("mtp"), run_ranks(1, one_pass, expected("mtp").folder, layout, timeout_s=60))
+    results = run_ranks(1, one_pass_with_one_count_of_layers, expected("mtp").folder, layout, timeout_s=60)
+    with pytest.raises(AssertionError, match="gradient of"):
+        assert_equal_to(expected("mtp"), results)
+
+
+def one_pass_with_one_count_of_layers(*args):
+    build = IndexSharingAttention.__init__
+    IndexSharingAttention.__init__ = lambda *more, is_alone=False, **options: build(*more, **options)
+    return one_pass(*args)
 
 
 def forward_without_packing(folder):
