@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
 from megatron_sao.convert.family import read_shape
 from megatron_sao.data.batch import pack
 from megatron_sao.data.share import share_of
+from megatron_sao.models import specs
 from megatron_sao.models.build import build_model
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import load_weights, model_tensors
@@ -228,3 +230,64 @@ def test_losses_and_gradients_equal_transformers_on_more_layouts(folders, expect
     results = all_ranks_say(folders[name], MORE_LAYOUTS[layout])
     assert sum(found.mtp_loss for found in results) == pytest.approx(expected(name).mtp_loss, rel=TOLERANCE)
     check_gradients(results, expected(name))
+
+
+# ---- would it be seen? -----------------------------------------------------------------------------------------
+
+WRONG_READINGS = {
+    "rotary share": (
+        "glm4_moe",
+        dict(partial_rotary_factor=1.0, rope_parameters=dict(rope_theta=10000.0, partial_rotary_factor=1.0)),
+    ),
+    "scale of expert weights": ("glm4_moe", dict(routed_scaling_factor=1.0)),
+    "router groups": ("deepseek_v3", dict(n_group=1, topk_group=1)),
+    "yarn's softmax scale": ("deepseek_v3-yarn", dict(rope_parameters={**YARN, "mscale_all_dim": 0.0})),
+    "yarn": ("deepseek_v3-yarn", dict(rope_parameters=dict(rope_theta=10000.0))),
+    "normalised weights": ("qwen3_moe", dict(norm_topk_prob=False)),
+}
+
+
+def logits_of_readings(folders):
+    """name -> largest difference of the logits of trajectory 0 to those of the right reading."""
+    found = {}
+    for name, (variant, wrong) in WRONG_READINGS.items():
+        both = []
+        for changes in ({}, wrong):
+            config = load_config(None, [])
+            world = start_world(config)
+            hf = HFFolder(folders[variant])
+            hf.config = hf.config | changes
+            shape = read_shape(hf.config)
+            chunks = build_model("policy", hf.config, config.parallel, torch.float32)
+            load_weights(chunks, hf, shape, world)
+            share = share_of(pack(TRAJECTORIES[:1], 0, lambda domain: (0.8, 3.0)), 0, 1, 64, 1)
+
+            def keep(logits, micro_batch):
+                return logits.new_zeros(()), {"logits": logits.clone()}
+
+            (report,) = run_schedule(chunks, share.micro_batches, keep, backward=False)
+            both.append(report["logits"])
+        found[name] = float((both[0] - both[1]).abs().max())
+    return found
+
+
+def test_every_wrong_reading_of_a_config_would_show(folders):
+    (found,) = run_ranks(1, logits_of_readings, folders, timeout_s=90)
+    assert found.keys() == WRONG_READINGS.keys()
+    assert min(found.values()) > 1000 * TOLERANCE, found
+
+
+def megatron_says_with_cut_down_projections(folder, layout):
+    specs.LatentAttention = MLASelfAttention  # in this rank alone
+    return megatron_says(folder, layout)
+
+
+def test_megatrons_own_cut_of_the_down_projections_loses_gradients(folders, expected):
+    """Why ours are whole: with them cut over tp the logits are right and the gradient of the rotary key is not."""
+    results = run_ranks(2, megatron_says_with_cut_down_projections, folders["deepseek_v3"], dict(tp=2))
+    check_logits(results, dict(tp=2), expected("deepseek_v3"))
+    name = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"  # below the last layer everything is wrong
+    found, right = put_together([found.gradients for found in results])[name], expected("deepseek_v3").gradients[name]
+    latent = 32
+    torch.testing.assert_close(found[:latent], right[:latent], atol=TOLERANCE * float(right.abs().max()), rtol=0)
+    assert float((found[latent:] - right[latent:]).abs().max()) > 0.1 * float(right[latent:].abs().max())
