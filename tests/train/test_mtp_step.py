@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def steps(folder, overrides, number=3):
-    """-> (metrics of each step, {model: its weights as pieces of HF tensors}, numbers of trained and frozen tensors)."""
+    """-> (metrics of each step, {model: its weights as pieces of HF tensors}, tensors frozen in the value model)."""
     config = load_config(None, [*SETTINGS, *overrides])
     world = start_world(config)
     trainer = build_trainer(config, HFFolder(folder), world)
@@ -82,7 +82,9 @@ def test_the_mtp_layer_learns_to_draft(folder, trained):
     losses = [metrics["policy/mtp_loss"] for metrics in trained[0][0]]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.01
     before, after = read_weights(folder), whole(trained, "policy")
-    names = [name for name in before if name.startswith(MTP_LAYER) and "e_score" not in name and ".experts." not in name]
+    # An expert may have had no token, the bias never learns.
+    learns = {name for name in before if ".experts." not in name and "e_score" not in name}
+    names = [name for name in learns if name.startswith(MTP_LAYER)]
     assert len(names) > 10
     assert [name for name in names if torch.equal(before[name], after[name])] == []
 
