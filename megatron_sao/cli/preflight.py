@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from megatron_sao.config import Config, check_arm_is_built, check_layout_is_built, check_model_fits
+from megatron_sao.config import Config, check_arm_is_built, check_model_fits
 from megatron_sao.convert.expected import check_tensors
 from megatron_sao.convert.family import check_stage_starts, read_shape
 from megatron_sao.errors import ConfigError
@@ -22,7 +22,6 @@ def check_before_start(config: Config) -> None:
 
     Raises: ConfigError, DataError.
     """
-    check_layout_is_built(config)
     check_arm_is_built(config)
     _check_tasks(config)
     _check_ports(config)

@@ -3,7 +3,6 @@
 from megatron_sao.config.check import (
     check_arm_is_built,
     check_device,
-    check_layout_is_built,
     check_world_size,
 )
 from megatron_sao.config.config import Config
@@ -17,7 +16,6 @@ __all__ = [
     "Config",
     "check_arm_is_built",
     "check_device",
-    "check_layout_is_built",
     "check_model_fits",
     "check_world_size",
     "derived_numbers",

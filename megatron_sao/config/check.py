@@ -45,19 +45,6 @@ def check_world_size(cfg: Config, world_size: int) -> None:
         )
 
 
-def check_layout_is_built(cfg: Config) -> None:
-    """Raises ConfigError for a layout that can be planned (--dry-run) but not run yet."""
-    for field, built in _BUILT.items():
-        found = getattr(cfg.parallel, field)
-        if found != built:
-            raise ConfigError(f"parallel.{field} = {found!r} is not available yet; use {built!r}")
-
-
-_BUILT = {
-    "offload_sleeping_model": False,
-}
-
-
 def check_arm_is_built(cfg: Config) -> None:
     """Raises ConfigError for an arm that can be described (--dry-run) but not run as a whole yet."""
     if cfg.algo.baseline == "group":

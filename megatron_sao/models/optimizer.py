@@ -46,7 +46,7 @@ class TrainedModel:
         Megatron's own norm a NaN would pass (NaN > threshold is false) and Adam's moments would be lost for ever.
         Collective: every rank of the world.
         """
-        sums = [buffer.grad_data.sum() for chunk in self.wrapped for buffer in _grad_buffers(chunk)]
+        sums = [buffer.grad_data.sum() for buffer in self.grad_buffers()]
         is_bad = not all(bool(torch.isfinite(s)) for s in sums)
         if any_rank(is_bad):
             return False, float("nan")
@@ -57,9 +57,9 @@ class TrainedModel:
 
     def restart(self) -> None:
         """Begin a new stage of training: weights stay, Adam's moments and the schedule start from nothing."""
-        for optimizer in self.optimizer.chained_optimizers:
-            optimizer.optimizer.state.clear()
-            for group in optimizer.optimizer.param_groups:
+        for optimizer in self.optimizers():
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
                 group.pop("step", None)  # both Adams count here and fill in what is absent
         self.schedule.num_steps = 0
         self.schedule.step(0)
@@ -69,9 +69,13 @@ class TrainedModel:
         """Of the next update; the largest of all groups."""
         return max((group["lr"] for group in self.optimizer.param_groups), default=0.0)
 
+    def grad_buffers(self) -> list:
+        """Megatron's buffers of gradients, each with the parameters that they are of."""
+        return [buffer for chunk in self.wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
-def _grad_buffers(chunk: DistributedDataParallel) -> list:
-    return chunk.buffers + chunk.expert_parallel_buffers
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The Adams inside Megatron's optimizers; none where this rank has nothing to train."""
+        return [o.optimizer for o in self.optimizer.chained_optimizers if not o.is_stub_optimizer]
 
 
 def data_parallel_config() -> DistributedDataParallelConfig:

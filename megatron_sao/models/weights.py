@@ -223,6 +223,7 @@ def weight_hashes(chunks: list[MegatronModule], keys: set[str]) -> dict[str, str
     hashes = {}
     for key, tensor in model_tensors(chunks).items():
         if key in keys:
-            raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            copy = tensor.detach().to("cpu", copy=True)  # numpy would forbid the tensor itself to leave its memory
+            raw = copy.contiguous().view(torch.uint8).numpy().tobytes()
             hashes[key] = hashlib.sha256(raw).hexdigest()
     return hashes

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_sao.config import Config, check_device, check_layout_is_built, check_world_size
+from megatron_sao.config import Config, check_device, check_world_size
 from megatron_sao.config.parallel import Parallel
 
 
@@ -40,11 +40,10 @@ def start_world(run_config: Config) -> World:
     """Join the torchrun world and build all process groups. Collective: every rank calls it once per process.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun sets.
-    Raises: ConfigError when the world has another size than the axes ask for, or the layout is not built yet.
+    Raises: ConfigError when the world has another size than the axes ask for.
     """
     check_world_size(run_config, int(os.environ.get("WORLD_SIZE", 1)))
     config, seed = run_config.parallel, run_config.run.seed
-    check_layout_is_built(run_config)
     check_device(run_config, torch.cuda.is_available())
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"

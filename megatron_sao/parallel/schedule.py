@@ -81,7 +81,8 @@ def _forward_step(loss_function: LossFunction, mtp_loss_function: LossFunction |
 def _loss(functions: tuple[LossFunction, ...], micro_batch: MicroBatch, more_outputs: tuple, output: torch.Tensor):
     loss, report = 0.0, {}
     for function, each in zip(functions, (output, *more_outputs), strict=True):
-        part, about = function(each[0], micro_batch)
+        # Not each[0]: its backward would fill a second [1, P, V/tp] gradient and copy.
+        part, about = function(each.squeeze(0), micro_batch)
         loss, report = loss + part, report | about
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
 

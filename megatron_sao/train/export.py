@@ -29,6 +29,7 @@ def export_policy(trainer: Trainer, destination: str | Path) -> None:
     leaves nothing that looks finished.
     Collective: every rank of the world.
     """
+    trainer.models.turns.take(trainer.models.policy)
     tensors = _collect(trainer)
     if trainer.world.is_first:
         destination = Path(destination)

@@ -33,7 +33,7 @@ def policy_update(
     def loss_function(logits: torch.Tensor, micro_batch: MicroBatch):
         logp, entropy = learner_logprob(logits, micro_batch, temperature, true_vocab)
         loss = policy_loss(config.algo, logp, micro_batch, advantage, share)
-        return loss, {"loss": loss.detach().clone(), "logp": logp.detach().cpu(), "entropy": entropy.cpu()}
+        return loss, {"loss": loss.detach().clone(), "logp": logp.detach(), "entropy": entropy}
 
     weight = config.policy.mtp_loss_weight
 

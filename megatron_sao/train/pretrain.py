@@ -27,6 +27,7 @@ def pretrain_value(trainer: Trainer, link: SchedulerLink) -> None:
     Collective: every rank of the world.
     """
     config, models = trainer.config.value, trainer.models
+    models.turns.take(models.value)
     need = NeedBatch(step=0, phase=PRETRAIN, num_trajectories=config.pretrain_trajectories, policy_version=0)
     batch: Batch = link.request(need, Batch)
     held_out, training = split(batch.trajectories, num_pretrain_holdout(config), trainer.config.run.seed)

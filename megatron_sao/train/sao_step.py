@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from megatron_sao.config import Config
 from megatron_sao.data.share import Share
+from megatron_sao.models.offload import Turns
 from megatron_sao.models.optimizer import TrainedModel
 from megatron_sao.train.advantages import (
     RunningMean,
@@ -35,6 +36,7 @@ class Models:
     value: TrainedModel
     readout: ValueReadout
     true_vocab: int
+    turns: Turns = field(default_factory=Turns)  # which of the two is awake
     running_mean: RunningMean = field(default_factory=RunningMean)  # baseline of one control arm
 
 
@@ -63,6 +65,7 @@ def sao_step(models: Models, share: Share, config: Config, *, trains_policy: boo
     if algo.baseline != "value":
         return control_step(models, share, config) if trains_policy else StepResult(has_trained=False)
 
+    models.turns.take(value_model)
     value = value_before = infer_values(value_model.wrapped, share, models.readout)
     target = value_targets(share, value_before, algo)
     metrics = value_quality(share, value_before, target)
@@ -79,12 +82,14 @@ def sao_step(models: Models, share: Share, config: Config, *, trains_policy: boo
     if algo.advantages_from == "updated_values":
         value = infer_values(value_model.wrapped, share, models.readout)
     advantage = policy_advantages(share, value, algo)
+    models.turns.take(models.policy)
     metrics |= policy_update(models.policy, share, advantage, config, models.true_vocab)
     return StepResult(True, has_updated_policy=not metrics["policy/skipped_updates"], metrics=metrics)
 
 
 def control_step(models: Models, share: Share, config: Config) -> StepResult:
     """A step of the control arms without a value model: GRPO's group baseline, or a running mean of rewards."""
+    models.turns.take(models.policy)
     is_group = config.algo.baseline == "group"
     advantage = group_baseline_advantages(share) if is_group else models.running_mean.advantages(share)
     metrics = policy_update(models.policy, share, advantage, config, models.true_vocab)

@@ -16,6 +16,7 @@ from megatron_sao.models.build import build_model
 from megatron_sao.models.cost import trajectory_cost
 from megatron_sao.models.groups import freeze, grouped_parameters, manifest
 from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.offload import Turns
 from megatron_sao.models.optimizer import make_trained_model
 from megatron_sao.models.weights import VALUE_HEAD, Exporter, check_names, load_weights, weight_hashes
 from megatron_sao.parallel.exchange import any_rank
@@ -71,6 +72,7 @@ class Trainer:
 
         Raises: TrainingError on every rank when one moved. Collective: every rank of the world.
         """
+        self.models.turns.take(self.models.value)
         now = weight_hashes(self.models.value.chunks, set(self.frozen_hashes))
         moved = sorted(name for name, digest in self.frozen_hashes.items() if now[name] != digest)
         if any_rank(bool(moved)):
@@ -87,12 +89,20 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
     shape = read_shape(folder.config)
     dtype = getattr(torch, config.model.dtype)
     readout = ValueReadout(config.value)
+    turns = Turns(config.parallel.offload_sleeping_model)
 
     has_mtp = config.policy.mtp_loss_weight > 0
     policy = build_model("policy", folder.config, config.parallel, dtype, with_mtp=has_mtp)
     load_weights(policy, folder, shape, world)
     exporter = Exporter(policy, shape, world)
+<<<<<<< HEAD
     check_names(exporter.slices_by_rank, folder, shape, with_mtp=exporter.has_mtp)
+=======
+    check_names(exporter.slices_by_rank, folder, shape)
+    trained_policy = make_trained_model(policy, config.policy)
+    turns.take(trained_policy)
+    turns.rest()  # makes room for the value model
+>>>>>>> 9b6cec7 (Put the model that is not at work to sleep in host memory)
 
     value = build_model("value", folder.config, config.parallel, dtype, readout.num_outputs)
     has_fresh_head = any_rank(bool(load_weights(value, folder, shape, world)))
@@ -103,14 +113,17 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
         for member in grouped_parameters(chunk)
         if not member.parameter.requires_grad
     }
+    trained_value = make_trained_model(value, config.value, multipliers)
+    turns.take(trained_value)
     return Trainer(
         config=config,
         world=world,
         models=Models(
-            policy=make_trained_model(policy, config.policy),
-            value=make_trained_model(value, config.value, multipliers),
+            policy=trained_policy,
+            value=trained_value,
             readout=readout,
             true_vocab=shape.vocab,
+            turns=turns,
         ),
         folder=folder,
         shape=shape,

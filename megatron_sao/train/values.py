@@ -53,7 +53,7 @@ def infer_values(chunks: list[torch.nn.Module], share: Share, readout: ValueRead
     """
 
     def collect(outputs: torch.Tensor, micro_batch: MicroBatch):
-        return outputs.new_zeros(()), {"value": readout.values(outputs).float().cpu()}
+        return outputs.new_zeros(()), {"value": readout.values(outputs).float()}
 
     reports = run_schedule(chunks, share.micro_batches, collect, backward=False)
     return scatter_to_share(reports, "value", share)
