@@ -16,6 +16,9 @@ class Run(Section):
         0, ge=0, description="evaluate held-out prompts every so many steps; 0 = before and after only"
     )
     trajectories_every: int = Field(1, ge=0, description="write the trajectories of every so many steps; 0 = never")
+    stop_after_bad_steps: int = Field(
+        5, ge=1, description="steps in a row with gradients that are not finite, at which the run stops"
+    )
     threads_per_process: int = Field(1, ge=1, description="CPU threads of each trainer rank and engine")
     deterministic: bool = Field(
         False, description="only algorithms that give the same bits each time, where they exist"

@@ -24,13 +24,13 @@ def train(trainer: Trainer, link: SchedulerLink, pusher: Pusher, export_folder: 
 
     Returns: what the last line of the run reports. Collective: every rank of the world.
     """
-    config, phases, outcome = trainer.config, Phases(trainer.config), Outcome()
+    config, phases, outcome = trainer.config, Phases(trainer.config), Outcome(trainer.config.run.stop_after_bad_steps)
     policy_version = 0
 
     pusher.connect(policy_version)
     before: EvalResult = link.request(EvalRequest(name="before"), EvalResult)
     if phases.pretrains_value:
-        pretrain_value(trainer, link)
+        pretrain_value(trainer, link, outcome)
 
     for step, phase in phases:  # value warm-up steps, then policy steps
         asked = time.monotonic()

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from megatron_sao.errors import TrainingError
 from megatron_sao.records import TRAIN
 
-MAX_BAD_STEPS = 5  # consecutive steps with a non-finite update, after which the run stops
-
 
 @dataclass
 class Outcome:
     """Sums and maxima over the policy steps of a run."""
 
+    stop_after_bad_steps: int  # steps in a row with a non-finite update, after which the run stops
     lag_max: float = 0.0
     lag0_logp_diff_max: float = 0.0
     lag0_tokens: float = 0.0
@@ -21,13 +20,14 @@ class Outcome:
     _bad_in_a_row: int = 0
 
     def add(self, phase: str, metrics: dict[str, float], num_skipped_updates: int) -> None:
-        """Take in one step. Raises: TrainingError after MAX_BAD_STEPS bad steps in a row."""
+        """Take in one step of any phase. Raises: TrainingError after `stop_after_bad_steps` bad ones in a row."""
         self._bad_in_a_row = self._bad_in_a_row + 1 if num_skipped_updates else 0
         self.num_bad_steps += bool(num_skipped_updates)
-        if self._bad_in_a_row >= MAX_BAD_STEPS:
+        if self._bad_in_a_row >= self.stop_after_bad_steps:
             raise TrainingError(
-                f"{self._bad_in_a_row} steps in a row had gradients that are not finite; their updates were left out;"
-                " lower policy.lr or value.lr, or look at the trajectories of the last steps"
+                f"{self._bad_in_a_row} steps in a row (run.stop_after_bad_steps) had gradients that are not finite;"
+                f" their updates were left out; the last step was of phase {phase}; lower policy.lr or value.lr, or look"
+                " at the trajectories of the last steps"
             )
         if phase == TRAIN and "lag/token_max" in metrics:
             self.lag_max = max(self.lag_max, metrics["lag/token_max"])

@@ -12,6 +12,7 @@ from megatron_sao.parallel.exchange import merge_over_data
 from megatron_sao.records import PRETRAIN, Ack, Batch, NeedBatch, StepReport, Trajectory
 from megatron_sao.train.advantages import value_quality, value_targets
 from megatron_sao.train.link import SchedulerLink
+from megatron_sao.train.outcome import Outcome
 from megatron_sao.train.setup import Trainer
 from megatron_sao.train.value_step import value_update
 from megatron_sao.train.values import infer_values
@@ -19,11 +20,12 @@ from megatron_sao.train.values import infer_values
 CALIBRATION = {"low": 0.0, "high": 1.0, "num_bins": 10}  # an outcome reward lies in [0, 1]; the outer bins are open
 
 
-def pretrain_value(trainer: Trainer, link: SchedulerLink) -> None:
+def pretrain_value(trainer: Trainer, link: SchedulerLink, outcome: Outcome) -> None:
     """Fetch `value.pretrain_trajectories` episodes and regress V on their returns, `value.pretrain_epochs` times.
 
     Reports after every update; before the first and after every epoch also the quality on the held-out episodes.
     Effect: the value model keeps what it learned; its optimizer and its schedule begin anew for RL.
+    Raises: TrainingError after `run.stop_after_bad_steps` updates in a row whose gradients were not finite.
     Collective: every rank of the world.
     """
     config, models = trainer.config.value, trainer.models
@@ -49,6 +51,7 @@ def pretrain_value(trainer: Trainer, link: SchedulerLink) -> None:
             if first + len(part) == len(order):
                 metrics |= held_out_quality(trainer, held_out)
             report(number, metrics, is_trained)
+            outcome.add(PRETRAIN, metrics, int(metrics.get("value/skipped_updates", 0)))
     models.value.restart()
 
 

@@ -11,11 +11,14 @@ from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.parallel.init import start_world
 from megatron_sao.records import Ack, Batch, EvalRequest, EvalResult, Goodbye, NeedBatch, StepReport
 from megatron_sao.train.loop import train
-from megatron_sao.train.outcome import MAX_BAD_STEPS, Outcome
+from megatron_sao.train.outcome import Outcome
 from megatron_sao.train.setup import build_trainer
 from tests.support.folders import make_folder, read_weights
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import random_trajectories
+
+
+DEFAULT_LIMIT = 5  # run.stop_after_bad_steps
 
 
 class Scheduler:
@@ -154,8 +157,8 @@ def test_a_step_with_bad_numbers_pushes_nothing_and_is_counted(folder, tmp_path)
 def test_bad_steps_in_a_row_end_the_run(folder, tmp_path):
     batches = dict.fromkeys(range(1, 20), "bad")
     scheduler, text = run(folder, tmp_path, batches, "run.steps=9", "value.warmup_steps=1")
-    assert text.startswith(f"{MAX_BAD_STEPS} steps in a row had gradients that are not finite")
-    assert len(scheduler.of(StepReport)) == MAX_BAD_STEPS and not scheduler.of(Goodbye)
+    assert text.startswith(f"{DEFAULT_LIMIT} steps in a row (run.stop_after_bad_steps) had gradients that are not finite")
+    assert len(scheduler.of(StepReport)) == DEFAULT_LIMIT and not scheduler.of(Goodbye)
     assert not (tmp_path / "export").exists()
 
 
@@ -189,7 +192,7 @@ def step_metrics(lag_max=0.0, lagged=0.0, **lag0):
 
 
 def test_the_outcome_adds_up_policy_steps_only():
-    outcome = Outcome()
+    outcome = Outcome(stop_after_bad_steps=DEFAULT_LIMIT)
     outcome.add("value_warmup", step_metrics(lag_max=9.0, lagged=1.0), 0)
     outcome.add("train", step_metrics(num_tokens=100.0, logp_apart=0.02, max_abs_logp_diff=0.3), 0)
     outcome.add("train", step_metrics(lag_max=3.0, lagged=1.0), 0)
@@ -206,13 +209,13 @@ def test_the_outcome_adds_up_policy_steps_only():
 
 
 def test_a_good_step_in_between_starts_the_count_of_bad_ones_anew():
-    outcome = Outcome()
+    outcome = Outcome(stop_after_bad_steps=DEFAULT_LIMIT)
     for _ in range(3):
-        for _ in range(MAX_BAD_STEPS - 1):
+        for _ in range(DEFAULT_LIMIT - 1):
             outcome.add("train", {}, 2)
         outcome.add("train", {}, 0)
-    assert outcome.summary()["bad_steps"] == 3.0 * (MAX_BAD_STEPS - 1)
-    for _ in range(MAX_BAD_STEPS - 1):
+    assert outcome.summary()["bad_steps"] == 3.0 * (DEFAULT_LIMIT - 1)
+    for _ in range(DEFAULT_LIMIT - 1):
         outcome.add("value_warmup", {}, 1)
     with pytest.raises(TrainingError, match="lower policy.lr or value.lr"):
         outcome.add("train", {}, 1)

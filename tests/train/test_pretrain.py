@@ -11,6 +11,7 @@ from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import model_tensors
 from megatron_sao.parallel.init import start_world
 from megatron_sao.records import Ack, Batch, NeedBatch, StepReport
+from megatron_sao.train.outcome import Outcome
 from megatron_sao.train.pretrain import pretrain_value, split
 from megatron_sao.train.setup import build_trainer
 from tests.support.folders import make_folder
@@ -58,7 +59,7 @@ def pretrained(folder, trajectories, overrides):
     trainer = build_trainer(config, HFFolder(folder), start_world(config))
     before = {k: t.detach().clone() for k, t in model_tensors(trainer.models.policy.chunks).items()}
     scheduler = Scheduler(trajectories)
-    pretrain_value(trainer, scheduler)
+    pretrain_value(trainer, scheduler, Outcome(config.run.stop_after_bad_steps))
     policy = model_tensors(trainer.models.policy.chunks)
     return dict(
         needs=scheduler.needs,
