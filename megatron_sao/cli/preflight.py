@@ -18,7 +18,7 @@ from megatron_sao.transport.hf_shapes import check_model_folder
 
 
 def check_before_start(config: Config) -> None:
-    """Layout, environment, prompts, ports and the place for the run folder.
+    """Arm, environment, prompts, ports and the place for the run folder.
 
     Raises: ConfigError, DataError.
     """

@@ -95,14 +95,10 @@ def build_trainer(config: Config, folder: HFFolder, world: World) -> Trainer:
     policy = build_model("policy", folder.config, config.parallel, dtype, with_mtp=has_mtp)
     load_weights(policy, folder, shape, world)
     exporter = Exporter(policy, shape, world)
-<<<<<<< HEAD
     check_names(exporter.slices_by_rank, folder, shape, with_mtp=exporter.has_mtp)
-=======
-    check_names(exporter.slices_by_rank, folder, shape)
     trained_policy = make_trained_model(policy, config.policy)
     turns.take(trained_policy)
     turns.rest()  # makes room for the value model
->>>>>>> 9b6cec7 (Put the model that is not at work to sleep in host memory)
 
     value = build_model("value", folder.config, config.parallel, dtype, readout.num_outputs)
     has_fresh_head = any_rank(bool(load_weights(value, folder, shape, world)))
