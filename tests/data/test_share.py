@@ -122,3 +122,11 @@ def test_a_trajectory_without_actions_is_not_counted_as_one():
     share = share_of(batch, 0, 1, budget_tokens=1000, multiple=1)
     assert share.num_step_trajectories == 2 and sorted(share.numbers) == [0, 1, 2]
     assert share.num_step_action_tokens == made[0].num_action_tokens + made[2].num_action_tokens
+
+
+def test_added_micro_batches_are_all_filler_on_every_rank():
+    batch = batch_of(3)
+    for rank in range(2):
+        share = share_of(batch, rank, 2, budget_tokens=1000, multiple=4, micro_batch_multiple=4)
+        assert [part.batch.num_trajectories > 0 for part in share.micro_batches] == [True, False, False, False]
+        assert [part.token_ids.tolist() for part in share.micro_batches[1:]] == [[0] * 4] * 3

@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
 
 
 def backward(folder, recompute, role, keeps_hook=True):
-    """One forward and backward. -> (calls of decoder layers, of core attentions, bytes kept for backward, gradients)."""
+    """One forward and backward -> calls of layers and of core attentions, bytes kept for backward, gradients."""
     config = load_config(None, [f"parallel.recompute={recompute}"])
     world = start_world(config)
     hf = HFFolder(folder)

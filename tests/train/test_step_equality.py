@@ -68,8 +68,12 @@ SETTINGS = [
     "value.groups.experts.lr_multiplier=0.5",
     "value.groups.head.lr_multiplier=2.0",
     "sampling.max_trajectory_tokens=72",
+    "parallel.micro_batch_tokens=72",
 ]
-MICRO_BATCH = "parallel.micro_batch_tokens=72"
+
+
+def settings_without(*names):
+    return [setting for setting in SETTINGS if setting.split("=")[0] not in names]
 
 
 def world_size(axes):
@@ -80,12 +84,12 @@ def overrides_of(axes):
     return [f"parallel.{key}={value}" for key, value in axes.items()]
 
 
-def one_step(folder, overrides, trajectories=TRAJECTORIES, micro_batch=MICRO_BATCH):
+def one_step(folder, overrides, trajectories=TRAJECTORIES, settings=SETTINGS):
     """Two SAO steps; -> metrics of each, gradients and weights after the second as slices of HF tensors.
 
-    The value head starts at zero and the schedule at rate 0: only from the second step on do all weights have gradients.
+    The value head starts at zero and the schedule at rate 0: only in the second step do all weights have gradients.
     """
-    config = load_config(None, [*SETTINGS, micro_batch, *overrides])
+    config = load_config(None, [*settings, *overrides])
     world = start_world(config)
     trainer = build_trainer(config, HFFolder(folder), world)
     before = {k: v.detach().clone() for k, v in model_tensors(trainer.models.value.chunks).items()}
@@ -182,8 +186,10 @@ def test_a_step_is_equal_on_every_layout(tiny_folder, reference, layout):
 
 def test_micro_batches_do_not_change_a_step(tiny_folder, reference):
     """Nine trajectories in several micro-batches of at most 72 tokens, or all in one: the same step."""
-    whole_batch = "parallel.micro_batch_tokens=1000"
-    results = run_ranks(1, one_step, tiny_folder, [], TRAJECTORIES, whole_batch, timeout_s=120)
+    settings = settings_without("parallel.micro_batch_tokens")
+    results = run_ranks(
+        1, one_step, tiny_folder, ["parallel.micro_batch_tokens=1000"], TRAJECTORIES, settings, timeout_s=120
+    )
     assert_equal_steps(results, reference)
 
 
@@ -206,6 +212,23 @@ def test_a_rank_with_nothing_to_learn_from_changes_nothing(tiny_folder, referenc
     given = TRAJECTORIES[:1] + ([masked(TRAJECTORIES[1])] if other_rank == "masked" else [])
     results = run_ranks(world_size(axes), one_step, tiny_folder, overrides_of(axes), given, timeout_s=120)
     assert_equal_steps(results, reference_of_one)
+
+
+GROUPS = ("attention", "norms", "embeddings", "router", "experts")  # all that this model has besides the head
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2-vpp2-dp2-ep2-full"])
+@pytest.mark.parametrize("trained", ["head", "everything"])
+def test_what_learns_may_be_as_little_or_as_much_as_one_likes(tiny_folder, layout, trained):
+    """With the head alone a pipeline's first stage has nothing to learn, no gradient, no optimizer state."""
+    groups = [f"value.groups.{group}.trained={'true' if trained == 'everything' else 'false'}" for group in GROUPS]
+    given = (TRAJECTORIES, settings_without("value.groups.experts.lr_multiplier"))
+    (expected,) = run_ranks(1, one_step, tiny_folder, groups, *given, timeout_s=120)
+    have_gradients, all_names = ({name for name, *_ in expected[which]["value"]} for which in (1, 2))
+    assert have_gradients == ({"value_head"} if trained == "head" else all_names)
+    axes = LAYOUTS[layout]
+    results = run_ranks(world_size(axes), one_step, tiny_folder, overrides_of(axes) + groups, *given, timeout_s=120)
+    assert_equal_steps(results, expected)
 
 
 def test_frozen_tensors_keep_their_bits_and_the_others_move(reference):
