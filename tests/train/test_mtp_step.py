@@ -13,7 +13,7 @@ from megatron_sao.models.weights import model_tensors
 from megatron_sao.parallel.init import start_world
 from megatron_sao.train.sao_step import sao_step
 from megatron_sao.train.setup import build_trainer
-from tests.support.families import make_family_folder
+from tests.support.families import FAMILIES_WITH_MTP, make_family_folder
 from tests.support.folders import make_folder, read_weights
 from tests.support.pieces import hf_pieces, put_together
 from tests.support.ranks import run_ranks
@@ -128,6 +128,21 @@ def test_steps_are_equal_on_every_layout(folder, trained, layout):
             torch.testing.assert_close(
                 found[name], expected[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{role} {n}: {m}"
             )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
+def test_both_models_of_the_other_families_learn(tmp_path, family):
+    """Their MTP layer stands in the folder and is not built."""
+    has_mtp = family in FAMILIES_WITH_MTP
+    folder = make_family_folder(family, tmp_path / family, mtp=has_mtp, seed=5)
+    (result,) = run_ranks(1, steps, folder, [], 2, timeout_s=120)
+    metrics, _, num_frozen = result
+    assert metrics[1]["value/loss"] < metrics[0]["value/loss"] and num_frozen > 0
+    before, after = read_weights(folder), whole([result], "value")
+    frozen = [name for name in after if "self_attn" in name]
+    assert len(frozen) >= 4 * 6 and all(torch.equal(before[name], after[name]) for name in frozen)
+    assert any(name.startswith(MTP_LAYER) for name in before) == has_mtp
+    assert not any(name.startswith(MTP_LAYER) for name in whole([result], "policy"))
 
 
 def refusal(folder):
