@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
@@ -160,6 +161,34 @@ def test_bad_steps_in_a_row_end_the_run(folder, tmp_path):
     assert text.startswith(f"{DEFAULT_LIMIT} steps in a row (run.stop_after_bad_steps) had gradients that are not finite")
     assert len(scheduler.of(StepReport)) == DEFAULT_LIMIT and not scheduler.of(Goodbye)
     assert not (tmp_path / "export").exists()
+
+
+def poisoned_run(folder, export, overrides, bad_rank):
+    """A run in which one rank's gradient of one parameter of each model is infinite from the first step on."""
+    config = load_config(None, ["schedule.batch_trajectories=4", *overrides])
+    world = start_world(config)
+    trainer = build_trainer(config, HFFolder(folder), world)
+    models = (trainer.models.policy, trainer.models.value)
+    if world.rank == bad_rank:
+        for model in models:
+            router = model.chunks[0].decoder.layers[0].mlp.router.weight
+            router.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+    before = [p.detach().clone() for model in models for p in model.chunks[0].parameters()]
+    scheduler = Scheduler({})
+    with pytest.raises(TrainingError) as caught:
+        train(trainer, scheduler, scheduler, export)
+    after = [p.detach() for model in models for p in model.chunks[0].parameters()]
+    is_unmoved = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return str(caught.value), len(scheduler.of(StepReport)), is_unmoved, scheduler.names()
+
+
+@pytest.mark.parametrize("layout", [["parallel.tp=2", "parallel.ep=2"], ["parallel.dp=2"]], ids=["tp2-ep2", "dp2"])
+def test_an_infinite_gradient_on_one_rank_ends_the_run_on_every_rank(folder, tmp_path, layout):
+    overrides = ["run.steps=9", "value.warmup_steps=1", "run.stop_after_bad_steps=3", *layout]
+    for text, num_reports, is_unmoved, names in run_ranks(2, poisoned_run, folder, tmp_path / "export", overrides, 1):
+        assert text.startswith("3 steps in a row (run.stop_after_bad_steps) had gradients that are not finite")
+        assert "of phase train" in text
+        assert num_reports == 3 and is_unmoved and not any(name.startswith("push") for name in names)
 
 
 def test_the_warm_up_ends_early_once_values_explain_enough(folder, tmp_path):

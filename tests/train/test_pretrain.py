@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
+from megatron_sao.errors import TrainingError
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import model_tensors
 from megatron_sao.parallel.init import start_world
@@ -138,3 +139,19 @@ def test_held_out_episodes_are_drawn_by_seed_and_never_trained_on():
         assert [t.prompt.prompt_id for t in split(trajectories, 3, seed)[0]] == [t.prompt.prompt_id for t in held_out]
         splits.append(frozenset(parts[0]))
     assert len(set(splits)) > 1
+
+
+def poisoned(folder):
+    """Pretraining on rewards that are not finite; -> (why it stopped, reported updates)."""
+    trajectories = [replace(t, reward_t=np.where(t.action_mask, np.nan, 0)) for t in telling_trajectories(40)]
+    overrides = ["value.pretrain_trajectories=40", "value.pretrain_batch_trajectories=4", "run.stop_after_bad_steps=4"]
+    config = load_config(None, overrides)
+    trainer, scheduler = build_trainer(config, HFFolder(folder), start_world(config)), Scheduler(trajectories)
+    with pytest.raises(TrainingError) as caught:
+        pretrain_value(trainer, scheduler, Outcome(config.run.stop_after_bad_steps))
+    return str(caught.value), len(scheduler.reports) - 1
+
+
+def test_bad_updates_in_a_row_end_the_run(folder):
+    ((text, num_updates),) = run_ranks(1, poisoned, folder)
+    assert text.startswith("4 steps in a row") and "of phase value_pretrain" in text and num_updates == 4
