@@ -37,7 +37,7 @@ def check_model(config: Config, folder: Path) -> None:
     hf_config = json.loads((folder / "config.json").read_text())
     check_model_fits(config, hf_config)
     check_stage_starts(read_shape(hf_config), config.parallel)
-    check_tensors(shapes, hf_config, folder)
+    check_tensors(shapes, hf_config, folder, with_mtp=config.policy.mtp_loss_weight > 0)
 
 
 def _check_tasks(config: Config) -> None:

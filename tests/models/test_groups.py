@@ -19,6 +19,7 @@ from megatron_sao.parallel.init import start_world
 from megatron_sao.train.setup import build_trainer
 from megatron_sao.train.value_step import value_update
 from megatron_sao.train.values import infer_values
+from tests.support.families import FAMILIES_WITH_MTP, make_family_folder
 from tests.support.folders import make_folder
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import random_trajectories
@@ -308,6 +309,26 @@ def test_every_group_can_be_trained_and_every_one_but_the_head_frozen(folder):
     assert all(everything["has_moved"].values()) and everything["num_checked"] == 0
     (head_only,) = run_ranks(1, two_updates, folder, trained("router", "experts", yes=False))
     assert [name for name, moved in head_only["has_moved"].items() if moved] == ["output_layer.weight"]
+
+
+@pytest.mark.parametrize("family", FAMILIES_WITH_MTP)
+def test_frozen_attention_of_every_family_keeps_its_bits(family, tmp_path):  # VAL-04
+    """The first layer dense; what attention computes with, and nothing else, stands under these two names."""
+    source = make_family_folder(family, tmp_path / family, mtp=True, seed=1)
+    (frozen,) = run_ranks(1, two_updates, source, [])
+    for name, group in frozen["groups"].items():
+        is_attention = ".self_attention." in name or ".input_layernorm." in name
+        assert (group == "attention") == is_attention, name
+        assert frozen["has_moved"][name] == (group not in DEFAULT_FROZEN), name
+    others = {"dense_mlp", "shared_experts", "router", "experts", "head"}
+    assert set(frozen["groups"].values()) == DEFAULT_FROZEN | others
+    assert not any(name.startswith("mtp.") for name in frozen["groups"]), "a value model has no MTP layer"
+
+    (trained,) = run_ranks(1, two_updates, source, ["value.groups.attention.trained=true"])
+    attention = [name for name, group in trained["groups"].items() if group == "attention"]
+    fixed = {name for name in attention if not trained["has_moved"][name]}
+    assert fixed == {name for name in trained["groups"] if ".indexer." in name}, "an indexer is built frozen"
+    assert len(fixed) == (20 if family == "glm_moe_dsa" else 0)
 
 
 def test_a_stage_on_which_everything_is_frozen_takes_part(folder):

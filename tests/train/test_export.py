@@ -10,7 +10,7 @@ import torch
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
 from megatron_sao.models.hf_folder import HFFolder
-from megatron_sao.models.weights import left_out_names, policy_shapes
+from megatron_sao.models.weights import left_out_names, model_tensors, policy_shapes
 from megatron_sao.parallel.init import start_world
 from megatron_sao.train import export
 from megatron_sao.train.export import export_policy
@@ -135,6 +135,39 @@ def test_mtp_layers_that_are_not_trained_are_passed_through(tmp_path, family, la
         assert torch.equal(after[copy], after[original]), "a copy follows what it is a copy of"
     config = json.loads((written / "after" / "config.json").read_text())
     assert config == json.loads((folder / "config.json").read_text()) and config["num_nextn_predict_layers"] == 1
+
+
+def exports_with_mtp(folder, destination, layout):
+    """As `exports`, the MTP layer trained; -> (names of the slices, this rank's embedding after the step or None)."""
+    axes = [f"parallel.{key}={value}" for key, value in layout.items()]
+    config = load_config(None, ["policy.lr=1.0", "policy.adam_eps=1.0", "policy.mtp_loss_weight=0.3", *axes])
+    trainer = build_trainer(config, HFFolder(folder), start_world(config))
+    export_policy(trainer, destination / "before")
+    assert sao_step(trainer.models, trainer.share_of_batch(TRAJECTORIES, 0), config).has_updated_policy
+    export_policy(trainer, destination / "after")
+    embedding = model_tensors(trainer.models.policy.chunks).get("0:embedding.word_embeddings.weight")
+    names = {p.hf_name for pieces in trainer.exporter.slices_by_rank for p in pieces}
+    return names, None if embedding is None else embedding.detach().clone()
+
+
+def test_an_mtp_layer_that_is_trained_is_exported_and_pushed(tmp_path):
+    folder = make_family_folder("glm4_moe", tmp_path / "source", mtp=True, mtp_copies=True, seed=5, vocab_size=VOCAB)
+    source, after = read_weights(folder), {}
+    for layout in ("1", "pp2"):
+        written = tmp_path / layout
+        written.mkdir()
+        ranks = run_ranks(1 if layout == "1" else 2, exports_with_mtp, folder, written, LAYOUTS[layout])
+        assert ranks[0][0] == source.keys() - COPIES.keys()
+        before, after[layout] = read_weights(written / "before"), read_weights(written / "after")
+        assert source.keys() == before.keys() == after[layout].keys()
+        assert all(torch.equal(source[name], before[name]) for name in source)
+        for _, embedding in ranks:
+            assert torch.equal(embedding, after[layout]["model.embed_tokens.weight"]), "of the MTP layer's stage, too"
+    moved = {name for name in source if not torch.equal(source[name], after["1"][name])}
+    around = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "self_attn.o_proj", "mlp.gate")
+    assert {f"model.layers.4.{part}.weight" for part in around} | COPIES.keys() <= moved
+    for name, tensor in after["1"].items():
+        torch.testing.assert_close(after["pp2"][name], tensor, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def faults_of_a_push(folder):
