@@ -12,6 +12,7 @@ import torch.distributed as dist
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
 from megatron_sao.convert.slices import local_slices, slice_view
+from megatron_sao.models import build
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import describe, model_tensors, tensor_ranks
 from megatron_sao.parallel.init import start_world
@@ -92,6 +93,7 @@ def one_step(folder, overrides, trajectories=TRAJECTORIES, settings=SETTINGS):
     config = load_config(None, [*settings, *overrides])
     world = start_world(config)
     trainer = build_trainer(config, HFFolder(folder), world)
+    trainer.models.turns.take(trainer.models.value)
     before = {k: v.detach().clone() for k, v in model_tensors(trainer.models.value.chunks).items()}
     metrics, gradients = [], {}
     for number in range(2):
@@ -100,15 +102,8 @@ def one_step(folder, overrides, trajectories=TRAJECTORIES, settings=SETTINGS):
         assert result.has_updated_policy
         metrics.append(result.metrics)
         if number == 1:
-            gradients = {
-                name: pieces_of(trainer, model.chunks, gradient=True)
-                for name, model in (("policy", trainer.models.policy), ("value", trainer.models.value))
-                if gather_gradients(model.wrapped) is None
-            }
-    weights = {
-        "policy": pieces_of(trainer, trainer.models.policy.chunks),
-        "value": pieces_of(trainer, trainer.models.value.chunks),
-    }
+            gradients = {name: gradients_of(trainer, getattr(trainer.models, name)) for name in ("policy", "value")}
+    weights = {name: weights_of(trainer, getattr(trainer.models, name)) for name in ("policy", "value")}
     trainer.check_frozen()
     now = model_tensors(trainer.models.value.chunks)
     frozen_moved = [k for k in trainer.frozen_hashes if not torch.equal(before[k], now[k])]
@@ -116,14 +111,21 @@ def one_step(folder, overrides, trajectories=TRAJECTORIES, settings=SETTINGS):
     return metrics, gradients, weights, frozen_moved, trained_still
 
 
-def gather_gradients(wrapped):
-    """Make every rank's gradient buffers whole: the distributed optimizer left each rank its own part of the sums."""
-    for chunk in wrapped:
+def weights_of(trainer, model):
+    trainer.models.turns.take(model)
+    return pieces_of(trainer, model.chunks)
+
+
+def gradients_of(trainer, model):
+    """Whole ones: the distributed optimizer left each rank its own part of the sums."""
+    trainer.models.turns.take(model)
+    for chunk in model.wrapped:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             ranks = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:
                 own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+    return pieces_of(trainer, model.chunks, gradient=True)
 
 
 def pieces_of(trainer, chunks, gradient=False):
@@ -157,14 +159,14 @@ def whole(results, which, model):
     return tensors
 
 
-def assert_equal_steps(results, reference):
+def assert_equal_steps(results, reference, what=("metrics", "gradients", "weights")):
     """Metrics of both steps on every rank; gradients and weights of the second."""
-    for step in range(2):
+    for step in range(2) if "metrics" in what else ():
         for name, expected in reference[0][step].items():
             for metrics, *_ in results:
                 assert metrics[step][name] == pytest.approx(expected, abs=2e-5, rel=2e-5), (step, name)
     for model in ("policy", "value"):
-        for which in (1, 2):
+        for which in [number for number, name in ((1, "gradients"), (2, "weights")) if name in what]:
             expected, found = whole([reference], which, model), whole(results, which, model)
             assert expected.keys() == found.keys()
             for name in expected:
@@ -191,6 +193,34 @@ def test_micro_batches_do_not_change_a_step(tiny_folder, reference):
         1, one_step, tiny_folder, ["parallel.micro_batch_tokens=1000"], TRAJECTORIES, settings, timeout_s=120
     )
     assert_equal_steps(results, reference)
+
+
+def test_a_model_of_several_chunks_may_sleep(tiny_folder, reference):
+    """The value model's gradients are gone by the end of a step; the weights of both models speak for them."""
+    axes = LAYOUTS["pp2-vpp2-dp2-ep2"] | {"offload_sleeping_model": "true"}
+    results = run_ranks(world_size(axes), one_step, tiny_folder, overrides_of(axes), timeout_s=120)
+    assert_equal_steps(results, reference, what=("metrics", "weights"))
+
+
+def one_step_with_means(*args):
+    """Gradients averaged over micro-batches and data-parallel ranks, as Megatron does by default."""
+    original = build.transformer_config
+
+    def with_means(*given, **options):
+        config = original(*given, **options)
+        config.calculate_per_token_loss = False
+        return config
+
+    build.transformer_config = with_means
+    return one_step(*args)
+
+
+def test_a_wrong_scale_of_the_loss_would_show(tiny_folder, reference):
+    """The negative control: the same layout passes with sums."""
+    results = run_ranks(2, one_step_with_means, tiny_folder, overrides_of(LAYOUTS["dp2-ep2"]), timeout_s=120)
+    for what in ("metrics", "gradients", "weights"):
+        with pytest.raises(AssertionError):
+            assert_equal_steps(results, reference, what=(what,))
 
 
 def masked(trajectory):
