@@ -84,7 +84,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers or None,
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
-        # megatron-core 0.19: batched messages of interleaved stages are mixed up, silently, when there are two stages.
+        # megatron-core 0.19: two interleaved stages mix up batched messages, silently where lengths are equal.
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
         context_parallel_size=parallel.cp,

@@ -5,13 +5,15 @@ import torch
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
+from megatron_sao.config.stages import stage_chunks
+from megatron_sao.models.build import build_model
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import describe
 from megatron_sao.parallel.init import start_world
 from megatron_sao.train.export import export_policy
 from megatron_sao.train.sao_step import sao_step
 from megatron_sao.train.setup import build_trainer
-from tests.support.families import make_family_folder
+from tests.support.families import make_family_folder, read_config
 from tests.support.folders import read_weights
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import random_trajectories
@@ -92,6 +94,36 @@ def test_layers_alternate_between_stages(runs):
     edges = [{name for name in names if ".layers." not in name} for names in (*first[0], *last[0])]
     assert edges[0] == {"embedding.word_embeddings.weight"} and edges[1] == edges[2] == set()
     assert edges[3] == {"decoder.final_layernorm.weight", "output_layer.weight"}
+
+
+def layers_held(hf_config, layouts):
+    """Global numbers of this rank's layers by chunk, for one layout after another."""
+    found = []
+    for layout in layouts:
+        config = load_config(None, [f"parallel.{key}={value}" for key, value in layout.items()] + IS_CHECKED_ELSEWHERE)
+        start_world(config)
+        chunks = build_model("policy", hf_config, config.parallel, torch.float32)
+        found.append([[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in chunks])
+    return found
+
+
+IS_CHECKED_ELSEWHERE = ["warm_start.enabled=false", "model.path=none"]  # else the demonstration model has to fit
+
+
+def test_megatron_cuts_the_layers_as_our_own_table_says(tmp_path):
+    hf_config = read_config(make_family_folder("qwen3", tmp_path / "six", mtp=False, seed=1, num_hidden_layers=6))
+    layouts = [
+        dict(pp=2),
+        dict(pp=2, first_stage_layers=4),
+        dict(pp=2, first_stage_layers=1, last_stage_layers=5),
+        dict(pp=2, vpp=3),
+        dict(pp=2, vpp=2, first_stage_layers=4),
+        dict(pp=2, vpp=2, last_stage_layers=4),
+    ]
+    for found in zip(layouts, *run_ranks(2, layers_held, hf_config, layouts), strict=True):
+        layout, *stages = found
+        expected = stage_chunks(6, load_config(None, IS_CHECKED_ELSEWHERE).parallel.model_copy(update=layout))
+        assert stages == [[list(layers) for layers in chunks] for chunks in expected], layout
 
 
 def test_what_freezes_is_watched_in_every_chunk(runs):
