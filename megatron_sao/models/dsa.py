@@ -9,8 +9,9 @@ A layer either has an indexer of its own or takes the choice of the nearest laye
 - The norms of the latents use the model's `rms_norm_eps`, as Megatron and vLLM do. transformers 5.19 uses 1e-6 there
   whatever the config says (GLM-5's says 1e-5); what the engine serves is what we train.
 
-On a GPU this is still Megatron's plain PyTorch path (`dsa_kernel_backend`), which holds attention scores of all heads,
-[heads/tp, S, S] in float32, for one layer at a time.
+Memory, besides what MLA keeps: where layers share, each choice, int64 [S, index_topk], lives until the backward pass of
+its micro-batch is over. Attention itself is Megatron's plain PyTorch path, on a GPU too (`dsa_kernel_backend` "none"):
+its scores are float32 [heads/tp, S, S] and the indexer's [S, index_n_heads, S].
 """
 
 from dataclasses import dataclass
@@ -84,7 +85,9 @@ class IndexSharingAttention(DSAttention):
         return packed_seq_params
 
 
-def dsa_block_spec(config: DSAConfig, uses_transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+def dsa_block_spec(
+    config: DSAConfig, uses_transformer_engine: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The block spec of this pipeline stage's decoder layers (of one of its chunks)."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = _layer_specs(config, uses_transformer_engine)
