@@ -8,10 +8,11 @@ import dataclasses
 
 import pytest
 import torch
+
+import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 
-import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
 from megatron_sao.config.parallel import Parallel
 from megatron_sao.convert.family import read_shape
@@ -234,9 +235,9 @@ def one_pass_with_megatrons_down_projections(*args):
 
 
 def test_megatrons_own_down_projections_would_be_wrong(expected):
-    """Why models/mla.py has others; when this fails because Megatron is right, they can go."""
+    """Why models/mla.py has others: logits are right, gradients are not. When Megatron mends that, they can go."""
     results = run_ranks(2, one_pass_with_megatrons_down_projections, expected("sparse").folder, dict(tp=2))
-    with pytest.raises(AssertionError, match="gradient of .*kv_a_proj_with_mqa"):
+    with pytest.raises(AssertionError, match="gradient of"):
         assert_equal_to(expected("sparse"), results)
 
 
