@@ -211,8 +211,15 @@ def world_of(layout) -> int:
     return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1) * layout.get("dp", 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("kind", FULL_LAYERS, ids=str)
+CASES = [
+    (kind, layout)
+    for kind in FULL_LAYERS
+    for layout in LAYOUTS
+    if layout != "cp2" or kind in ("irregular", "mtp")  # nothing in the other kinds is cut differently
+]
+
+
+@pytest.mark.parametrize("kind, layout", CASES, ids=str)
 def test_logits_and_gradients_equal_transformers(expected, kind, layout):
     axes = LAYOUTS[layout]
     results = run_ranks(world_of(axes), one_pass, expected(kind).folder, axes, timeout_s=90)
