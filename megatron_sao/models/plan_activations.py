@@ -1,15 +1,15 @@
 """What backward needs of a forward pass, as a list of kept tensors: the activation memory of one rank.
 
-Letters, per rank: S tokens of a micro-batch (already cut over cp), s = S / tp (sequence parallel), b bytes of the number
-format, H hidden, n and g query heads and KV groups (cut over tp), d their width, F inner width of a dense MLP or of
+Letters, per rank: S tokens of a micro-batch (already cut over cp), s = S / tp (sequence parallel), b bytes of a
+number, H hidden, n and g query heads and KV groups (cut over tp), d their width, F inner width of a dense MLP or of
 shared experts (cut over tp), r = s * top-k * etp routed tokens (balanced routing), f inner width of an expert (cut over
 etp), E experts, V vocabulary (cut over tp). Every tensor is listed twice: as the CPU's modules keep it (checked against
 the real process by tests/models/test_plan_activations.py) and as transformer-engine's with fused kernels should
 (from their source, not measured). They differ in this:
   norms          the CPU keeps fp32 copies of input and normalised input, the GPU the input and one number a row;
   rotary         the CPU keeps cos and sin of each call, the fused kernel nothing;
-  attention      the CPU lays segments on a padded grid (`grid` = N * longest / S) and keeps q, k, v before and after;
-                 flash attention keeps q, k, v, output and one number a row;
+  attention      the CPU lays the uncut segments on a padded grid (`grid` = N * longest / (S * cp)) and keeps q, k, v
+                 before and after; flash attention keeps q, k, v, output and one number a row;
   gated MLPs     the CPU keeps gate and up apart after the activation, the fused kernel only what fc1 gave;
   permutation    indices, 8 bytes a number on the CPU, 4 on the GPU.
 A frozen linear layer keeps no input, a frozen norm no normalised input: that is what freezing attention saves here.
@@ -53,15 +53,17 @@ class Work:
     tokens: int  # S
     itemsize: int  # b
     trained: Collection[str]  # parameter groups that learn (models/groups.py)
-    grid: float = 1.0  # N * longest / S of the CPU's attention; 1 = all segments equally long
+    grid: float = 1.0  # N * longest / (S * cp) of the CPU's attention; 1 = all segments equally long
 
 
 # ---- what each part keeps --------------------------------------------------------------------------------------
 
 
-def norm_kept(part: str, what: str, rows: float, width: int, work: Work, trained: bool) -> list[Kept]:
-    """A RMSNorm over `rows` rows."""
-    copies = 2 if trained else 1
+def norm_kept(
+    part: str, what: str, rows: float, width: int, work: Work, trained: bool, *, reads_view: bool = False
+) -> list[Kept]:
+    """A RMSNorm over `rows` rows. `reads_view`: its input is part of a tensor that is kept already."""
+    copies = trained + (not reads_view or work.itemsize != FP32)  # from other formats the CPU copies into fp32
     cpu = rows * (copies * width * FP32 + FP32)
     return [Kept(part, f"input of the {what}", "rows (b width + 4)", cpu, rows * (width * work.itemsize + FP32))]
 
@@ -86,16 +88,19 @@ def grouped_attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
     projected = b * S * (n + 2 * g) * d
     kept.append(Kept(part, "q, k, v as projected (v is used from here)", "b S (n + 2g) d", projected, projected))
     if c.qk_layernorm:
-        kept += norm_kept(part, "q norm", S * n, d, work, is_trained)
-        kept += norm_kept(part, "k norm", S * g, d, work, is_trained)
-        if b == FP32:  # no copy: k is a view of what was projected
-            kept.append(Kept(part, "(k norm reads the projection itself)", "0", -b * S * g * d, 0))
+        # The heads of a KV group lie side by side: with several groups q must be copied together.
+        kept += norm_kept(part, "q norm", S * n, d, work, is_trained, reads_view=g == 1)
+        kept += norm_kept(part, "k norm", S * g, d, work, is_trained, reads_view=True)
     turned = b * S * (n + g) * d
     kept.append(Kept(part, "q, k as turned by their positions", "b S (n + g) d", turned, turned))
     kept.append(Kept(part, "cos and sin", "0; CPU 4 b S d", 4 * b * S * d, 0))
-    gridded = grid * b * S * (n + 2 * g) * d + INDEX * S
-    kept.append(Kept(part, "q, k, v on the grid", "0; CPU grid b S (n + 2g) d + 8 S", gridded, 0, is_core=True))
-    return kept + _core_output_kept(S, n, d, work)
+    cp = c.context_parallel_size
+    if cp > 1:
+        gathered = 2 * b * S * cp * g * d
+        kept.append(Kept(part, "k, v of all cp ranks", "0; CPU 2 b S cp g d", gathered, 0, is_core=True))
+    gridded = grid * cp * b * S * (n + 2 * g) * d + INDEX * S
+    kept.append(Kept(part, "q, k, v on the grid", "0; CPU grid cp b S (n + 2g) d + 8 S", gridded, 0, is_core=True))
+    return kept + _core_output_kept(c, n, d, work)
 
 
 def _latents_kept(c: TransformerConfig, work: Work) -> list[Kept]:
@@ -123,16 +128,20 @@ def latent_attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
         kept.append(Kept(part, "inputs of the up projections", "b s (q rank + kv rank)", latents, latents))
     qkv = b * S * n * (2 * d + c.v_head_dim)
     kept.append(Kept(part, "q, k, v", "b S n (2 d + d_v)", qkv, qkv))
-    gridded = work.grid * qkv + INDEX * S
-    kept.append(Kept(part, "q, k, v on the grid", "0; CPU grid b S n (2 d + d_v) + 8 S", gridded, 0, is_core=True))
-    return kept + _core_output_kept(S, n, c.v_head_dim, work)
+    cp = c.context_parallel_size
+    if cp > 1:
+        gathered = b * S * cp * n * (d + c.v_head_dim)
+        kept.append(Kept(part, "k, v of all cp ranks", "0; CPU b S cp n (d + d_v)", gathered, 0, is_core=True))
+    gridded = work.grid * cp * qkv + INDEX * S
+    kept.append(Kept(part, "q, k, v on the grid", "0; CPU grid cp b S n (2 d + d_v) + 8 S", gridded, 0, is_core=True))
+    return kept + _core_output_kept(c, n, c.v_head_dim, work)
 
 
 def sparse_attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
     """Sparse attention in the latent space (DSA); keys are those of all cp ranks.
 
-    The GPU's figures are those of a fused kernel. Without one Megatron falls back on the CPU's way, which keeps a row of
-    scores over all keys for every head and token: out of the question for long sequences.
+    The GPU's figures are those of a fused kernel. Without one Megatron falls back on the CPU's way, which keeps a row
+    of scores over all keys for every head and token: out of the question for long sequences.
     """
     S, b, part = work.tokens, work.itemsize, "attention"
     s, n = S / c.tensor_model_parallel_size, c.num_attention_heads // c.tensor_model_parallel_size
@@ -156,17 +165,17 @@ def sparse_attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
     return kept
 
 
-def _core_output_kept(S: float, n: int, width: int, work: Work) -> list[Kept]:
+def _core_output_kept(c: TransformerConfig, n: int, width: int, work: Work) -> list[Kept]:
     """Output of core attention over n heads, and the input of the output projection (on a GPU the same tensor)."""
-    part, out = "attention", work.itemsize * S * n * width
+    part, out = "attention", work.itemsize * work.tokens * n * width
     is_trained = "attention" in work.trained
-    statistics = FP32 * S * n
+    statistics = FP32 * work.tokens * n
     kept = [
         Kept(
             part,
             "output of the core and its row statistics",
             "b S n d + 4 S n",
-            work.grid * (out + statistics),
+            work.grid * c.context_parallel_size * (out + statistics),
             (0 if is_trained else out) + statistics,
             is_core=True,
         )
@@ -241,6 +250,18 @@ def head_kept(c: TransformerConfig, work: Work, vocab: int) -> list[Kept]:
     ]
 
 
+def mtp_kept(c: TransformerConfig, work: Work, vocab: int) -> list[Kept]:
+    """The MTP layer behind the last stage (models/mtp.py), which is never computed again, and its logits."""
+    S, b, part = work.tokens, work.itemsize, "mtp"
+    s, hidden = S / c.tensor_model_parallel_size, c.hidden_size
+    kept = norm_kept(part, "norms of output and next token", 2 * s, hidden, work, True)
+    joined, logits = 2 * b * s * hidden, b * S * vocab
+    kept.append(Kept(part, "input of the joining projection", "2 b s H", joined, joined))
+    kept += layer_kept(c, c.num_layers - 1, work)
+    kept += norm_kept(part, "final norm", s, hidden, work, True)
+    return [*kept, Kept(part, "logits", "b S V + 25 S", logits + 25 * S, logits + 25 * S)]
+
+
 # ---- a stage ---------------------------------------------------------------------------------------------------
 
 
@@ -293,10 +314,12 @@ def stage_activations(
     recompute: Recompute,
     vocab: int,
     device: Device,
+    with_mtp: bool = False,
 ) -> Activations:
     """The peak of one pipeline stage.
 
     Args:
+        with_mtp: the last stage has the policy's MTP layer, too.
         chunks: layers (from 0) of each chunk of the stage.
         vocab: rows of this rank's output layer, 0 for a value model. The head counts on the last stage only.
     """
@@ -317,7 +340,8 @@ def stage_activations(
         by_chunk[0] += INDEX * work.tokens
     in_flight = chunks_in_flight(stage, num_stages, len(chunks), num_micro_batches, by_chunk)
     is_last = stage == num_stages - 1
-    head = sum(k.on(device) for k in head_kept(c, work, vocab)) if is_last else 0.0
+    ends = head_kept(c, work, vocab) + (mtp_kept(c, work, vocab) if with_mtp else [])
+    head = sum(k.on(device) for k in ends) if is_last else 0.0
     logits = work.itemsize * work.tokens * vocab if is_last else 0
     return Activations(
         kept=round(sum(number * size for number, size in zip(in_flight, by_chunk, strict=True))),

@@ -21,7 +21,7 @@ from megatron_sao.convert.family import ModelShape
 from megatron_sao.convert.names import expert_number, lookup
 from megatron_sao.models.optimizer import data_parallel_config
 from megatron_sao.models.value_head import ValueHead
-from megatron_sao.models.weights import describe
+from megatron_sao.models.weights import describe, model_tensors
 from megatron_sao.parallel.init import World
 
 FP32_BYTES = 4
@@ -36,6 +36,8 @@ class StateBytes:
     weights: int
     gradients: int
     optimizer: int
+    dense_buffer: int  # elements, padding included, that data-parallel collectives move
+    expert_buffer: int
 
     @property
     def total(self) -> int:
@@ -56,6 +58,7 @@ class DataCopies:
 def state_bytes(chunks: list[MegatronModule], copies: DataCopies) -> StateBytes:
     """The model of one rank; what is frozen has requires_grad = False already. No collective."""
     weights = gradients = optimizer = num_parameters = num_trained = 0
+    buffers = {False: 0, True: 0}
     for chunk in chunks:
         parameters = list(chunk.parameters())
         trained = [p for p in parameters if p.requires_grad]
@@ -73,6 +76,7 @@ def state_bytes(chunks: list[MegatronModule], copies: DataCopies) -> StateBytes:
                 else (copies.dense, copies.dense_rank)
             )
             numel = layout.bucket_indices[-1][1]
+            buffers[key.is_expert_parallel] += numel
             weights += numel * key.param_dtype.itemsize
             gradients += numel * FP32_BYTES
             spans = [(start, end) for start, end, _ in layout.param_index_map.values()]
@@ -80,7 +84,7 @@ def state_bytes(chunks: list[MegatronModule], copies: DataCopies) -> StateBytes:
             has_master = key.param_dtype is not torch.float32
             owned = max(of_rank) if rank is None else of_rank[rank]
             optimizer += owned * FP32_BYTES * (3 if has_master else 2)
-    return StateBytes(num_parameters, num_trained, weights, gradients, optimizer)
+    return StateBytes(num_parameters, num_trained, weights, gradients, optimizer, buffers[False], buffers[True])
 
 
 def shard_elements(
@@ -97,14 +101,18 @@ def shard_elements(
     return sum(max(0, min(end, high) - max(start, low)) for start, end in spans for low, high in parts)
 
 
-def elements_by_name(chunks: list[MegatronModule], shape: ModelShape, world: World) -> dict[tuple[str, ...], int]:
+def elements_by_name(
+    chunks: list[MegatronModule], shape: ModelShape, world: World, *, only_trained: bool = False
+) -> dict[tuple[str, ...], int]:
     """Elements of each weight over all ranks of its stage, copies counted once, padded vocabulary left out.
 
     Keys are HF names, so that a weight which two stages hold (a tied or an MTP embedding) meets itself in a sum over
     stages; experts count for all expert-parallel ranks under the names of the first one's.
     """
-    found = {}
+    found, tensors = {}, model_tensors(chunks)
     for tensor in describe(chunks):
+        if only_trained and not tensors[tensor.key].requires_grad:
+            continue
         is_expert = expert_number(tensor.name) is not None
         if _is_value_head(chunks, tensor.name):
             names, count = ("value_head",), _product(tensor.shape)

@@ -1,10 +1,12 @@
 """The configurations that come with the project."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from megatron_sao.config import load_config
+from megatron_sao.config import check_model_fits, load_config
 from megatron_sao.config.arms import ARMS
 from megatron_sao.config.keys import leaf_keys
 
@@ -16,6 +18,19 @@ def test_each_configuration_loads_and_says_on_what_hardware(path):
     assert load_config(path).run.name == path.stem
     assert path.read_text().startswith("# Hardware: ")
     assert f"`{path.name}`" in (CONFIGS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_what_was_not_run_says_so_and_how_many_gpus_it_takes(path):
+    first, config = path.read_text().splitlines()[0], load_config(path)
+    if not config.model.path:
+        assert first.startswith("# Hardware: run on ")
+        return
+    planned = re.match(r"# Hardware: planned, not run\. (\d+) GPUs of 80 GB for the trainer", first)
+    assert int(planned[1]) == config.parallel.world_size
+    shape = json.loads((CONFIGS.parent / config.model.path / "config.json").read_text())
+    check_model_fits(config, shape)
+    assert config.push.backend == "nccl" and config.model.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("arm", ARMS)

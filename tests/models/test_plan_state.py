@@ -1,6 +1,8 @@
 """The planned weights, gradients and optimizer state against those of real ranks, to the byte."""
 
 
+import json
+
 import pytest
 import torch
 
@@ -14,13 +16,14 @@ from megatron_sao.models.optimizer import make_trained_model
 from megatron_sao.models.plan_state import DataCopies, elements_by_name, shard_elements, state_bytes
 from megatron_sao.parallel.fake_world import data_axis_ranks, data_axis_sizes, fake_world
 from megatron_sao.parallel.init import start_world
+from tests.support.families import make_family_folder
 from tests.support.ranks import run_ranks
 
 MOE = dict(
     model_type="qwen3_moe",
     vocab_size=131,  # odd, so that rows are padded under tp2
     hidden_size=32,
-    num_hidden_layers=2,
+    num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
@@ -41,6 +44,8 @@ LAYOUTS = {
     "tp2-ep2": ["parallel.tp=2", "parallel.ep=2"],
     "pp2": ["parallel.pp=2"],
     "dp2": ["parallel.dp=2"],
+    "cp2": ["parallel.cp=2"],
+    "pp2-vpp2": ["parallel.pp=2", "parallel.vpp=2"],
     "dp2-ep2": ["parallel.dp=2", "parallel.ep=2"],
 }
 
@@ -60,11 +65,11 @@ def storage_bytes(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
-def measured(hf_config, overrides, role, dtype):
+def measured(hf_config, overrides, role, dtype, with_mtp=False):
     """(weights, gradients, optimizer state) of this real rank after one update, and its ranks on the data axes."""
     config = load_config(None, overrides)
     start_world(config)
-    chunks = build_model(role, hf_config, config.parallel, dtype)
+    chunks = build_model(role, hf_config, config.parallel, dtype, with_mtp=with_mtp)
     if role == "value":
         freeze(chunks, config.value.groups)
     model = make_trained_model(chunks, config.policy if role == "policy" else config.value)
@@ -80,13 +85,13 @@ def measured(hf_config, overrides, role, dtype):
     return storage_bytes(weights), storage_bytes(gradients), storage_bytes(state), data_axis_ranks()
 
 
-def planned(hf_config, overrides, role, dtype, axis_ranks):
+def planned(hf_config, overrides, role, dtype, axis_ranks, with_mtp=False):
     """The same of each rank, planned in one process; and the elements of all weights of the world by name."""
     config = load_config(None, overrides)
     found, elements = [], {}
     for rank, (dense_rank, expert_rank) in enumerate(axis_ranks):
         with fake_world(config.parallel, rank) as world, torch.device("meta"):
-            chunks = build_model(role, hf_config, config.parallel, dtype)
+            chunks = build_model(role, hf_config, config.parallel, dtype, with_mtp=with_mtp)
             if role == "value":
                 mark_trained(chunks, config.value.groups)
             copies = DataCopies(*data_axis_sizes(), dense_rank, expert_rank)
@@ -114,6 +119,21 @@ def test_a_tied_embedding_counts_once_and_its_bucket_is_its_own():
     ((expected, elements),) = run_ranks(1, planned, TIED, LAYOUTS["pp2"], "policy", torch.float32, [(0, 0), (0, 0)])
     assert [f[:3] for f in found] == expected
     assert sum(elements.values()) == sum(_count(shape) for shape in expected_tensors(TIED).values())
+
+
+@pytest.mark.parametrize("layout", ["tp2-ep2", "pp2"])
+@pytest.mark.parametrize("family", ["glm4_moe", "glm_moe_dsa"])
+def test_other_families_with_their_mtp_layer(family, layout, tmp_path):
+    """Shared experts, router biases in fp32, latent attention, frozen indexers, an embedding on both ends."""
+    folder = make_family_folder(family, tmp_path / "model", mtp=True, seed=1)
+    hf_config = json.loads((folder / "config.json").read_text())
+    found = run_ranks(2, measured, hf_config, LAYOUTS[layout], "policy", torch.bfloat16, True)
+    ranks = [f[3] for f in found]
+    ((expected, elements),) = run_ranks(
+        1, planned, hf_config, LAYOUTS[layout], "policy", torch.bfloat16, ranks, True
+    )
+    assert [f[:3] for f in found] == expected
+    assert sum(elements.values()) == sum(_count(s) for s in expected_tensors(hf_config, with_mtp=True).values())
 
 
 def test_freezing_is_seen():

@@ -1,0 +1,280 @@
+"""A run of hundreds of GPUs on a laptop, without a GPU and without network:
+
+    python -m megatron_sao.cli.plan --config configs/glm5.2_744b_a40b.toml
+
+Builds policy and value model of every distinct rank on the meta device, in a fake world of the real size, and prints
+what each holds, keeps and sends, and whether it fits (exit code 0; `EXIT_DOES_NOT_FIT` if not). Of the model folder
+only config.json is read.
+"""
+
+import json
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_sao.cli.options import Options, parse_options, run_command
+from megatron_sao.config import Config, check_model_fits, load_config
+from megatron_sao.convert.family import check_stage_starts, read_shape
+from megatron_sao.errors import ConfigError
+
+GIB, MIB = 2**30, 2**20
+GPU_GIB, RESERVE_GIB = 80.0, 6.0
+EXIT_DOES_NOT_FIT = 10  # beyond the codes of errors.py
+GPUS_PER_NODE = 8
+FILE_COLUMNS = 120  # of tables that go to a file
+
+_ABOUT = "The memory, traffic and balance of a run, without running it."
+_VALUES = {
+    "config": "the configuration file (it may also stand alone, without --config)",
+    "gpu-gib": f"memory of one GPU in GiB (default {GPU_GIB:g})",
+    "reserve-gib": "of it for the CUDA context, NCCL, fragments of the allocator and experts that get more than their"
+    f" share of tokens (default {RESERVE_GIB:g})",
+    "mean-tokens": "assumed length of a trajectory (default sampling.max_trajectory_tokens)",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse_options(argv, about=_ABOUT, values=_VALUES, switches={})
+    config = _config(options)
+    gpu_gib = _number(options, "gpu-gib", GPU_GIB)
+    reserve_gib = _number(options, "reserve-gib", RESERVE_GIB)
+    if reserve_gib >= gpu_gib:
+        raise ConfigError(f"--reserve-gib {reserve_gib:g} leaves nothing of --gpu-gib {gpu_gib:g}; lower the first")
+    mean_tokens = round(_number(options, "mean-tokens", config.sampling.max_trajectory_tokens))
+    if not 1 <= mean_tokens <= config.sampling.max_trajectory_tokens:
+        raise ConfigError(
+            f"--mean-tokens {mean_tokens} is not between 1 and sampling.max_trajectory_tokens ="
+            f" {config.sampling.max_trajectory_tokens}"
+        )
+    hf_config = _hf_config(config)
+    check_model_fits(config, hf_config)
+    check_stage_starts(read_shape(hf_config), config.parallel)
+
+    # Of Megatron's remarks about what is absent (transformer-engine, Apex) none concerns a plan.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from megatron_sao.observe.progress import Progress
+    from megatron_sao.train.plan import make_plan
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_COLUMNS)
+    with Progress(console) as progress:
+        plan = make_plan(config, hf_config, mean_tokens, lambda done, total: progress.update("stages", done, total))
+    return _Report(console, config, plan, gpu_gib, reserve_gib).print()
+
+
+def _config(options: Options) -> Config:
+    path = options.values.get("config") or options.config_path
+    if path is None:
+        raise ConfigError("--config is missing: name the configuration file of the run")
+    if options.config_path not in (None, path):
+        raise ConfigError(f"--config {path} and {options.config_path}: only one configuration file can be given")
+    return load_config(path, options.overrides)
+
+
+def _number(options: Options, name: str, default: float) -> float:
+    said = options.values.get(name, default)
+    try:
+        number = float(said)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise ConfigError(f"--{name} {said} is no positive number; leave it out for {default:g}")
+    return number
+
+
+def _hf_config(config: Config) -> dict:
+    if not config.model.path:
+        raise ConfigError("model.path is empty: the plan reads the config.json of a model folder; name one")
+    path = Path(config.model.path) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}; set model.path to a folder with the model's config.json (relative"
+            " paths count from the current folder)"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+
+
+_MEMORY_WORDS = """\
+gradients: fp32. optimizer: exp_avg, exp_avg_sq and, for bfloat16 weights, an fp32 master; the largest part of a
+data-parallel rank. kept: activations of the micro-batches in flight. working: the larger of one layer computed again
+(recompute full) and the head with its logits. backward: gradients held at the same time. awake: all of it."""
+
+_FORMULA_WORDS = """\
+b bytes of a number, S tokens of the rank, s = S / tp, H hidden, n, g heads and KV groups / tp, d their width,
+r = s top-k etp routed tokens (balanced), f, F inner widths / etp, / tp, E experts, V vocabulary / tp.
+recompute selective: without the insides of core attention; full: b s H a layer, and one whole layer at a time.
+These are transformer-engine's modules with fused kernels, as read from their source. What differs on a CPU, where the
+same list is checked against the real process, stands in models/plan_activations.py."""
+
+_SPARSE_WORDS = """\
+Sparse attention is counted with a fused kernel (Megatron's dsa_kernel_backend). Without one a score is kept for every
+head, token and key, and no long sequence fits."""
+
+
+class _Report:
+    """Prints a plan."""
+
+    def __init__(self, console: Console, config: Config, plan, gpu_gib: float, reserve_gib: float):
+        self._console, self._config, self._plan = console, config, plan
+        self._gpu_gib, self._reserve_gib = gpu_gib, reserve_gib
+
+    def print(self) -> int:
+        """-> exit code: 0 if the run fits."""
+        self._say_layout()
+        self._print_parameters()
+        self._print_memory()
+        self._print_formula()
+        self._print_totals()
+        self._say_balance()
+        self._print_traffic()
+        return self._say_verdict()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(table)
+
+    def _say_layout(self) -> None:
+        p = self._config.parallel
+        dense, expert = self._plan.copies
+        self._say(
+            f"{self._plan.shape.family}, {p.world_size} GPUs for the trainer: tp {p.tp} x pp {p.pp} x cp {p.cp} x dp"
+            f" {p.dp}, vpp {p.vpp}; experts ep {p.ep} x etp {p.etp} x {expert} copies; recompute {p.recompute};"
+            f" micro-batch {p.micro_batch_tokens:,} tokens, {-(-p.micro_batch_tokens // p.cp):,} a rank"
+        )
+        self._say(f"optimizer state cut over {dense} ranks (dense parameters) and {expert} ranks (experts)")
+
+    def _print_parameters(self) -> None:
+        plan = self._plan
+        rows = [
+            [
+                f"{s.stage}",
+                f"{s.rank}",
+                _layers(s.chunks),
+                *(
+                    f"{count / 1e6:,.1f} M"
+                    for state in (s.models["policy"].state, s.models["value"].state)
+                    for count in (state.num_parameters, state.num_trained)
+                ),
+            ]
+            for s in plan.stages
+        ]
+        columns = ["stage", "first rank", "layers", "policy", "of it trained", "value", "of it trained"]
+        self._table("Parameters of one rank", columns, rows)
+        policy, value, expected = plan.elements["policy"], plan.elements["value"], plan.expected_elements
+        self._say(
+            f"over the world, copies counted once: policy {policy:,}; config.json implies {expected:,}"
+            f" ({(policy - expected) / expected:+.3%}); value {value:,}, of them frozen {plan.frozen_elements:,}"
+            f" ({plan.frozen_elements / value:.1%})"
+        )
+
+    def _print_memory(self) -> None:
+        for role in ("policy", "value"):
+            rows = []
+            for s in self._plan.stages:
+                m = s.models[role]
+                a = m.activations
+                parts = [m.state.weights, m.state.gradients, m.state.optimizer]
+                parts += [a.kept, max(a.working, a.head), a.gradients, m.awake]
+                rows.append([f"{s.stage}", *(_gib(part) for part in parts), f"{a.in_flight:g}"])
+            columns = ["stage", "weights", "gradients", "optimizer"]
+            columns += ["kept", "working", "backward", "awake", "in flight"]
+            self._table(f"{role.capitalize()} on one rank, GiB", columns, rows)
+        self._say(_MEMORY_WORDS)
+        saved = [
+            f"stage {s.stage} {_gib(s.models['policy'].awake - s.models['value'].awake)}" for s in self._plan.stages
+        ]
+        self._say(f"what freezing and the smaller head save the value model, GiB a rank: {', '.join(saved)}")
+
+    def _print_formula(self) -> None:
+        rows = [[k.part, k.what, k.formula, f"{k.gpu / MIB:,.1f}"] for k in self._plan.kept]
+        title = "What the last layer of the policy keeps of one micro-batch without recompute, MiB a rank"
+        self._table(title, ["part", "tensor", "bytes", "MiB"], rows)
+        self._say(_FORMULA_WORDS)
+
+    def _print_totals(self) -> None:
+        rows = []
+        for s in self._plan.stages:
+            policy, value = s.models["policy"].awake, s.models["value"].awake
+            together = [s.device_bytes(offloads) for offloads in (False, True)]
+            rows.append([f"{s.stage}", *(_gib(n) for n in (policy, value, *together, s.host_bytes))])
+        columns = ["stage", "policy alone", "value alone", "both resident", "one offloaded", "then in host memory"]
+        self._table("Policy and value model on the same ranks, GiB", columns, rows)
+        host = max(s.host_bytes for s in self._plan.stages) * GPUS_PER_NODE
+        self._say(f"offload needs up to {_gib(host)} GiB of host memory on a node of {GPUS_PER_NODE} GPUs")
+
+    def _say_balance(self) -> None:
+        step, p = self._plan.step, self._config.parallel
+        self._say(
+            f"a step: {self._config.schedule.batch_trajectories} trajectories of {step.mean_tokens:,} tokens (assumed, "
+            f"--mean-tokens), {step.trajectories} a data-parallel rank, {step.num_micro_batches} micro-batches"
+        )
+        kind = "1F1B" if p.vpp == 1 else f"interleaved, {p.vpp} chunks"
+        self._say(
+            f"pipeline bubble ({kind}): {self._plan.bubble:.1%} of a pass; stages of unequal length cost another"
+            f" {self._plan.imbalance:.1%}"
+        )
+
+    def _print_traffic(self) -> None:
+        from megatron_sao.models.plan_traffic import COLLECTIVES
+
+        rows = []
+        for name, what in COLLECTIVES.items():
+            cells = []
+            for role in ("policy", "value"):
+                most = max(s.models[role].traffic.get(name, 0.0) for s in self._plan.stages)
+                cells.append(f"{most / GIB:,.2f}" if most else "-")
+            rows.append([name, what, *cells])
+        columns = ["collective", "what", "policy", "value"]
+        self._table("Received by one rank in a step, GiB (the busiest stage)", columns, rows)
+        value = self._plan.passes["value"]
+        self._say(
+            f"policy: one update; value: {value.forward} passes without and {value.update} updates with backward"
+            + ("; recompute full repeats each update's forward pass" if value.recomputes else "")
+        )
+
+    def _say_verdict(self) -> int:
+        offloads = self._config.parallel.offload_sleeping_model
+        worst = self._plan.worst(offloads)
+        needed, there = worst.device_bytes(offloads) / GIB, self._gpu_gib - self._reserve_gib
+        fits = needed <= there
+        how = "the sleeping model offloaded" if offloads else "both models resident"
+        self._say(
+            f"{'FITS' if fits else 'DOES NOT FIT'}: with {how} the worst rank is {worst.rank} (stage {worst.stage}): "
+            f"{needed:,.1f} GiB of {there:g} GiB ({self._gpu_gib:g} less a reserve of {self._reserve_gib:g})"
+        )
+        other = self._plan.worst(not offloads)
+        self._say(
+            f"the other way (offload_sleeping_model = {str(not offloads).lower()}): rank {other.rank} (stage"
+            f" {other.stage}), {other.device_bytes(not offloads) / GIB:,.1f} GiB"
+        )
+        if self._plan.shape.indexer is not None:
+            self._say(_SPARSE_WORDS)
+        return 0 if fits else EXIT_DOES_NOT_FIT
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.2f}"
+
+
+def _layers(chunks: list[range]) -> str:
+    return ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in chunks)
+
+
+if __name__ == "__main__":
+    run_command(main)
