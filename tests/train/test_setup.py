@@ -1,5 +1,6 @@
 """What each rank gets of a batch, and batches that are refused on every rank alike."""
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -58,3 +59,16 @@ def test_a_batch_that_is_too_stale_or_from_the_future_is_refused_on_every_rank(f
                 "ProtocolError: the batch of version 8 holds a token 3 versions old; schedule.max_staleness = 2"
             )
         assert refused[2].startswith("DataError") and "newer than 4" in refused[2]
+
+
+def of_length(length):
+    trajectory = random_trajectories(1)[0]
+    per_token = ("token_ids", "action_mask", "logp_sampler", "reward_t", "version_t", "turn_t")
+    return replace(trajectory, **{name: np.resize(getattr(trajectory, name), length) for name in per_token})
+
+
+def test_ranks_are_balanced_by_what_trajectories_cost_this_model(folder):
+    """In tokens one of 200 is two of 100; with attention over 200 tokens it costs this small model almost three."""
+    case = [of_length(length) for length in (200, 100, 100, 100, 100, 100)], 0
+    lengths = [batch.lengths().tolist() for (batch,) in run_ranks(2, shares, folder, ["parallel.dp=2"], [case])]
+    assert lengths == [[200, 100], [100, 100, 100, 100]]  # by tokens it would be 400 and 300

@@ -234,7 +234,7 @@ def reference_of_one(tiny_folder):
     return result
 
 
-@pytest.mark.parametrize("layout", ["dp2-ep2", "tp2-dp2-ep2-etp2", "pp2-dp2-ep2", "pp2-vpp2-dp2-ep2-full"])
+@pytest.mark.parametrize("layout", ["dp2-ep2-allgather", "tp2-dp2-ep2-etp2", "pp2-dp2-ep2", "pp2-vpp2-dp2-ep2-full"])
 @pytest.mark.parametrize("other_rank", ["nothing", "masked"])
 def test_a_rank_with_nothing_to_learn_from_changes_nothing(tiny_folder, reference_of_one, layout, other_rank):
     """One trajectory for two data-parallel ranks; the other has fillers only, or a trajectory without actions."""
@@ -242,6 +242,25 @@ def test_a_rank_with_nothing_to_learn_from_changes_nothing(tiny_folder, referenc
     given = TRAJECTORIES[:1] + ([masked(TRAJECTORIES[1])] if other_rank == "masked" else [])
     results = run_ranks(world_size(axes), one_step, tiny_folder, overrides_of(axes), given, timeout_s=120)
     assert_equal_steps(results, reference_of_one)
+
+
+def masked_step(folder, overrides):
+    """-> (whether a step without any action trained something, which weights it moved)."""
+    config = load_config(None, [*SETTINGS, *overrides])
+    trainer = build_trainer(config, HFFolder(folder), start_world(config))
+    chunks = trainer.models.policy.chunks, trainer.models.value.chunks
+    before = [{key: tensor.detach().clone() for key, tensor in model_tensors(held).items()} for held in chunks]
+    share = trainer.share_of_batch([masked(trajectory) for trajectory in TRAJECTORIES], 0)
+    result = sao_step(trainer.models, share, config)
+    after = [model_tensors(held) for held in chunks]
+    moved = [key for old, new in zip(before, after, strict=True) for key in old if not torch.equal(old[key], new[key])]
+    return result.has_trained, moved
+
+
+@pytest.mark.parametrize("layout", ["pp2-vpp2-dp2-ep2-full", "tp2-dp2-ep2-etp2-allgather"])
+def test_a_step_without_any_action_trains_nothing(tiny_folder, layout):
+    axes = LAYOUTS[layout]
+    assert run_ranks(world_size(axes), masked_step, tiny_folder, overrides_of(axes)) == [(False, [])] * 4
 
 
 GROUPS = ("attention", "norms", "embeddings", "router", "experts")  # all that this model has besides the head
