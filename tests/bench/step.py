@@ -9,8 +9,6 @@ the repeats of (trainer / bare). `_cpu_ratio` is the same of CPU seconds, which 
 """
 
 import argparse
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -23,17 +21,18 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.utils import get_model_config
-from megatron_sao.config import Config, load_config
+from megatron_sao.config import load_config
 from megatron_sao.data.batch import pack
 from megatron_sao.data.share import MicroBatch, Share, share_of
 from megatron_sao.models.build import build_model
 from megatron_sao.models.groups import freeze
 from megatron_sao.models.optimizer import TrainedModel, make_trained_model
-from megatron_sao.parallel.init import start_world, stop_world
+from megatron_sao.parallel.init import stop_world
 from megatron_sao.parallel.schedule import packed_sequence
 from megatron_sao.train.policy_step import policy_update
 from megatron_sao.train.value_step import value_update
 from megatron_sao.train.values import ValueReadout
+from tests.support.alone import start_alone
 from tests.support.trajectories import random_trajectories
 
 MICRO_BATCH_TOKENS = 1024
@@ -129,16 +128,6 @@ def compare(name: str, trainer: Callable[[], object], bare: Callable[[], object]
         print(f"{name:6} update {ours:8.1f} ms   bare {theirs:8.1f} ms   ({clock})")
         found.append(f"{name}_{key}={statistics.median(a / b for a, b in pairs):.3f}")
     return " ".join(found)
-
-
-def start_alone(config: Config) -> None:
-    """A world of this process. Effect: sets torchrun's variables."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    start_world(config)
 
 
 def main() -> None:
