@@ -106,7 +106,7 @@ def _hf_config(config: Config) -> dict:
 _MEMORY_WORDS = """\
 gradients: fp32. optimizer: exp_avg, exp_avg_sq and, for bfloat16 weights, an fp32 master; the largest part of a
 data-parallel rank. kept: activations of the micro-batches in flight. working: the larger of one layer computed again
-(recompute full) and the head with its logits. backward: gradients held at the same time. awake: all of it."""
+(recompute full) and the head with its logits. backward: gradients of activations held at the same time. awake: all."""
 
 _FORMULA_WORDS = """\
 b bytes of a number, S tokens of the rank, s = S / tp, H hidden, n, g heads and KV groups / tp, d their width,
@@ -114,10 +114,6 @@ r = s top-k etp routed tokens (balanced), f, F inner widths / etp, / tp, E exper
 recompute selective: without the insides of core attention; full: b s H a layer, and one whole layer at a time.
 These are transformer-engine's modules with fused kernels, as read from their source. What differs on a CPU, where the
 same list is checked against the real process, stands in models/plan_activations.py."""
-
-_SPARSE_WORDS = """\
-Sparse attention is counted with a fused kernel (Megatron's dsa_kernel_backend). Without one a score is kept for every
-head, token and key, and no long sequence fits."""
 
 
 class _Report:
@@ -190,7 +186,7 @@ class _Report:
                 m = s.models[role]
                 a = m.activations
                 parts = [m.state.weights, m.state.gradients, m.state.optimizer]
-                parts += [a.kept, max(a.working, a.head), a.gradients, m.awake]
+                parts += [a.kept + a.choices, max(a.working, a.head), a.gradients, m.awake]
                 rows.append([f"{s.stage}", *(_gib(part) for part in parts), f"{a.in_flight:g}"])
             columns = ["stage", "weights", "gradients", "optimizer"]
             columns += ["kept", "working", "backward", "awake", "in flight"]
@@ -202,9 +198,15 @@ class _Report:
         self._say(f"what freezing and the smaller head save the value model, GiB a rank: {', '.join(saved)}")
 
     def _print_formula(self) -> None:
-        rows = [[k.part, k.what, k.formula, f"{k.gpu / MIB:,.1f}"] for k in self._plan.kept]
-        title = "What the last layer of the policy keeps of one micro-batch without recompute, MiB a rank"
-        self._table(title, ["part", "tensor", "bytes", "MiB"], rows)
+        value = {(k.part, k.what): k.gpu for k in self._plan.kept["value"]}
+        rows = [
+            [k.part, k.what, k.formula, _mib(k.gpu), _mib(value.get((k.part, k.what), 0))]
+            for k in self._plan.kept["policy"]
+        ]
+        totals = [sum(k.gpu for k in kept) / MIB for kept in self._plan.kept.values()]
+        rows.append(["all", "", "", *(f"{total:,.1f}" for total in totals)])
+        title = "What the last layer keeps of one micro-batch without recompute, MiB a rank"
+        self._table(title, ["part", "tensor", "bytes", "policy", "value"], rows)
         self._say(_FORMULA_WORDS)
 
     def _print_totals(self) -> None:
@@ -219,15 +221,19 @@ class _Report:
         self._say(f"offload needs up to {_gib(host)} GiB of host memory on a node of {GPUS_PER_NODE} GPUs")
 
     def _say_balance(self) -> None:
+        from megatron_sao.models.plan_traffic import bubble_fraction
+
         step, p = self._plan.step, self._config.parallel
         self._say(
             f"a step: {self._config.schedule.batch_trajectories} trajectories of {step.mean_tokens:,} tokens (assumed, "
             f"--mean-tokens), {step.trajectories} a data-parallel rank, {step.num_micro_batches} micro-batches"
         )
-        kind = "1F1B" if p.vpp == 1 else f"interleaved, {p.vpp} chunks"
+        here = "1F1B" if p.vpp == 1 else f"interleaved, {p.vpp} chunks"
+        other = (2, "interleaved, 2 chunks") if p.vpp == 1 else (1, "1F1B")
+        would_be = bubble_fraction(p.pp, other[0], step.num_micro_batches)
         self._say(
-            f"pipeline bubble ({kind}): {self._plan.bubble:.1%} of a pass; stages of unequal length cost another"
-            f" {self._plan.imbalance:.1%}"
+            f"pipeline bubble ({here}): {self._plan.bubble:.1%} of a pass ({other[1]}: {would_be:.1%}); stages of"
+            f" unequal length cost another {self._plan.imbalance:.1%}"
         )
 
     def _print_traffic(self) -> None:
@@ -263,13 +269,20 @@ class _Report:
             f"the other way (offload_sleeping_model = {str(not offloads).lower()}): rank {other.rank} (stage"
             f" {other.stage}), {other.device_bytes(not offloads) / GIB:,.1f} GiB"
         )
-        if self._plan.shape.indexer is not None:
-            self._say(_SPARSE_WORDS)
+        if self._plan.unfused_scores:
+            self._say(
+                "CONDITION: a fused kernel for sparse attention (Megatron's dsa_kernel_backend), which models/dsa.py"
+                f" does not use yet; without it the scores of one layer take {_gib(self._plan.unfused_scores)} GiB"
+            )
         return 0 if fits else EXIT_DOES_NOT_FIT
 
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.2f}"
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:,.1f}" if num_bytes else "-"
 
 
 def _layers(chunks: list[range]) -> str:

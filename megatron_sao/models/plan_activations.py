@@ -25,6 +25,8 @@ from typing import Literal
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_sao.parallel.logprob import CHUNK_BYTES
+
 Recompute = Literal["none", "selective", "full"]
 Device = Literal["cpu", "gpu"]
 FP32, INDEX = 4, 8  # bytes; torch indexes with int64
@@ -154,8 +156,7 @@ def sparse_attention_kept(c: TransformerConfig, work: Work) -> list[Kept]:
         kept.append(Kept(part, "q before it is absorbed", "b S n d", q, q))
     taken = b * latent * (S * n + keys)
     kept.append(Kept(part, "q and keys in the latent space", "b (S n + S cp) (kv rank + d_rope)", taken, taken))
-    chosen = FP32 * S * min(c.dsa_indexer_topk, keys)
-    scores = 15 * n * S * keys + INDEX * 9 * S * n
+    chosen, scores = FP32 * S * min(c.dsa_indexer_topk, keys), unfused_score_bytes(c, work)
     kept.append(Kept(part, "chosen tokens", "4 S topk; CPU scores 15 n S S cp", scores, chosen, is_core=True))
     out, statistics = b * S * n * c.kv_lora_rank, FP32 * S * n
     kept.append(Kept(part, "output in the latent space", "b S n (kv rank) + 4 S n", out * is_trained, out + statistics))
@@ -183,6 +184,19 @@ def _core_output_kept(c: TransformerConfig, n: int, width: int, work: Work) -> l
     if is_trained:
         kept.append(Kept(part, "input of the output projection", "b S n d", out, out))
     return kept
+
+
+def unfused_score_bytes(c: TransformerConfig, work: Work) -> float:
+    """What one layer of sparse attention keeps of its scores without a fused kernel: 3 fp32 and 3 bool copies."""
+    heads = c.num_attention_heads // c.tensor_model_parallel_size
+    return heads * work.tokens * (15 * work.tokens * c.context_parallel_size + 9 * INDEX)
+
+
+def choice_bytes(c: TransformerConfig, layer: int, work: Work) -> float:
+    """The choice of tokens that layers share: it lives on the micro-batch until backward is over, recompute or not."""
+    if c.experimental_attention_variant != "dsa" or all(c.has_indexer) or not c.has_indexer[layer]:
+        return 0.0
+    return INDEX * work.tokens * min(c.dsa_indexer_topk, work.tokens * c.context_parallel_size)
 
 
 def dense_mlp_kept(c: TransformerConfig, work: Work, part: str = "dense_mlp") -> list[Kept]:
@@ -289,7 +303,8 @@ class Activations:
     kept: int  # by the micro-batches in flight
     working: int  # "full" only: the layer that is being computed again
     head: int  # final norm, logits or values; on the last stage
-    gradients: int  # that backward holds at the same time
+    gradients: int  # that backward holds at the same time, and the fp32 chunks of log-probs
+    choices: int  # of sparse attention, shared between layers; not held by autograd
     in_flight: float  # micro-batches, a chunk's part counted as a part
 
     @property
@@ -300,7 +315,7 @@ class Activations:
     @property
     def total(self) -> int:
         """At the peak of backward."""
-        return self.saved_for_backward + self.gradients
+        return self.saved_for_backward + self.gradients + self.choices
 
 
 def stage_activations(
@@ -339,14 +354,16 @@ def stage_activations(
     if stage == 0:
         by_chunk[0] += INDEX * work.tokens
     in_flight = chunks_in_flight(stage, num_stages, len(chunks), num_micro_batches, by_chunk)
+    choices = [sum(choice_bytes(c, layer, work) for layer in layers) for layers in chunks]
     is_last = stage == num_stages - 1
     ends = head_kept(c, work, vocab) + (mtp_kept(c, work, vocab) if with_mtp else [])
     head = sum(k.on(device) for k in ends) if is_last else 0.0
-    logits = work.itemsize * work.tokens * vocab if is_last else 0
+    logits = work.itemsize * work.tokens * vocab + 3 * CHUNK_BYTES["cuda"] if is_last and vocab else 0
     return Activations(
         kept=round(sum(number * size for number, size in zip(in_flight, by_chunk, strict=True))),
         working=round(largest_layer) if recompute == "full" else 0,
         head=round(head),
+        choices=round(sum(number * size for number, size in zip(in_flight, choices, strict=True))),
         gradients=round(max(largest_part, logits) + 2 * boundary),
         in_flight=sum(in_flight) / len(chunks),
     )

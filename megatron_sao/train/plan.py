@@ -17,7 +17,14 @@ from megatron_sao.convert.expected import expected_tensors
 from megatron_sao.convert.family import ModelShape, read_shape
 from megatron_sao.models.build import Role, build_model
 from megatron_sao.models.groups import GROUPS, mark_trained
-from megatron_sao.models.plan_activations import Activations, Kept, Work, layer_kept, stage_activations
+from megatron_sao.models.plan_activations import (
+    Activations,
+    Kept,
+    Work,
+    layer_kept,
+    stage_activations,
+    unfused_score_bytes,
+)
 from megatron_sao.models.plan_state import DataCopies, StateBytes, elements_by_name, state_bytes
 from megatron_sao.models.plan_traffic import (
     Passes,
@@ -90,7 +97,8 @@ class Plan:
     frozen_elements: int  # of the value model
     bubble: float
     imbalance: float
-    kept: list[Kept]  # by the last layer of the policy, for one micro-batch
+    kept: dict[Role, list[Kept]]  # by the last layer, for one micro-batch
+    unfused_scores: float  # bytes that one layer of sparse attention would keep besides, as it is built; 0 elsewhere
 
     def worst(self, offloads: bool) -> StagePlan:
         """The stage whose ranks need the most device memory."""
@@ -118,7 +126,8 @@ def make_plan(
         "policy": Passes(0, 1, recomputes),
         "value": Passes(2, config.value.updates_per_step, recomputes),
     }
-    stages, names, frozen, copies, kept = [], {role: {} for role in ROLES}, 0, (1, 1), []
+    stages, names, kept = [], {role: {} for role in ROLES}, {}
+    frozen, copies, unfused = 0, (1, 1), 0.0
     for stage in range(parallel.pp):
         rank = stage * per_stage
         models: dict[Role, ModelPlan] = {}
@@ -160,7 +169,9 @@ def make_plan(
                 if role == "policy":
                     # every weight travels once; slices are dealt out evenly over all ranks
                     traffic["weight push"] = expected * work.itemsize / parallel.world_size
-                    kept = layer_kept(built[0].config, shape.num_layers - 1, work)
+                if shape.indexer and built[0].config.dsa_kernel_backend == "none":
+                    unfused = unfused_score_bytes(built[0].config, work)
+                kept[role] = layer_kept(built[0].config, shape.num_layers - 1, work)
                 models[role] = ModelPlan(state, activations, traffic)
                 found = elements_by_name(built, shape, world)
                 names[role] |= found
@@ -181,6 +192,7 @@ def make_plan(
         bubble=bubble_fraction(parallel.pp, parallel.vpp, step.num_micro_batches),
         imbalance=imbalance_fraction(layers_per_stage(shape.num_layers, parallel)),
         kept=kept,
+        unfused_scores=unfused,
     )
 
 

@@ -90,6 +90,9 @@ def test_the_configurations_of_large_models_fit_as_they_say(name):
     assert f" {num_gpus} GPUs of 80 GB for the trainer" in path.read_text().splitlines()[0]
     assert f"policy {num_parameters:,}; config.json implies {num_parameters:,} (+0.000%)" in text
     assert "\nFITS: with the sleeping model offloaded" in text
+    needed = re.search(r"FITS: .*: ([\d.]+) GiB of 74 GiB", text)[1]
+    assert f"{needed} of 80" in path.read_text().replace("\n# ", " ")
+    assert ("CONDITION" in text) == (name == "glm5.2_744b_a40b")
 
 
 def test_744b_parameters_are_planned_by_one_small_process():

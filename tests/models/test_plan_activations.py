@@ -20,6 +20,7 @@ from megatron_sao.models.plan_activations import (
     layer_kept,
     part_bytes,
     stage_activations,
+    unfused_score_bytes,
 )
 from megatron_sao.parallel.init import start_world
 from megatron_sao.parallel.logprob import tensor_axis, vocab_parallel_logprob
@@ -309,3 +310,25 @@ def test_recompute_by_hand():
     # final norm 100, input of the output layer 80, logits 2 * 10 * 20, 17 bytes a token
     assert (last.kept, last.head, last.in_flight) == (2 * 80, 100 + 80 + 400 + 170, 1)
     assert last.saved_for_backward == last.kept + layer - 80
+
+
+def test_the_choices_of_sparse_layers_outlive_recompute():
+    """Layers 0 and 1 choose, 2 and 3 share: 8 bytes * 10 tokens * the top 4, twice, for 2 micro-batches in flight."""
+    c = sizes(
+        num_layers=4,
+        experimental_attention_variant="dsa",
+        multi_latent_attention=True,
+        has_indexer=(True, True, False, False),
+        dsa_indexer_topk=4,
+        q_lora_rank=6,
+        kv_lora_rank=4,
+        qk_head_dim=3,
+        qk_pos_emb_head_dim=2,
+        v_head_dim=3,
+    )
+    given = dict(stage=0, num_stages=2, num_micro_batches=4, recompute="full", vocab=20, device="gpu")
+    work = Work(10, 2, GROUPS)
+    assert stage_activations(c, [range(4)], work, **given).choices == 2 * 2 * 8 * 10 * 4
+    assert unfused_score_bytes(c, work) == 2 * 10 * (15 * 10 + 72)
+    c.has_indexer = (True,) * 4
+    assert stage_activations(c, [range(4)], work, **given).choices == 0, "nobody shares"
