@@ -54,10 +54,16 @@ class StepShape:
         return self.trajectories * self.mean_tokens
 
 
-def step_shape(batch_trajectories: int, dp: int, mean_tokens: int, micro_batch_tokens: int) -> StepShape:
-    """Trajectories of one length, as many in a micro-batch as its budget holds (at least one)."""
+def step_shape(
+    batch_trajectories: int, dp: int, mean_tokens: int, micro_batch_tokens: int, *, multiple: int = 1
+) -> StepShape:
+    """Trajectories of one length, as many in a micro-batch as its budget holds (at least one).
+
+    Args: multiple: micro-batches are filled up to a multiple of it (interleaved stages need one of their number).
+    """
     mine = ceil(batch_trajectories / dp)
-    return StepShape(mine, mean_tokens, ceil(mine / max(1, micro_batch_tokens // mean_tokens)))
+    num = ceil(mine / max(1, micro_batch_tokens // mean_tokens))
+    return StepShape(mine, mean_tokens, -(-num // multiple) * multiple)
 
 
 def bubble_fraction(num_stages: int, num_chunks: int, num_micro_batches: int) -> float:

@@ -118,13 +118,21 @@ def make_plan(
     parallel, shape = config.parallel, read_shape(hf_config)
     per_stage = parallel.world_size // parallel.pp
     chunks = stage_chunks(shape.num_layers, parallel)
-    step = step_shape(config.schedule.batch_trajectories, parallel.dp, mean_tokens, parallel.micro_batch_tokens)
+    step = step_shape(
+        config.schedule.batch_trajectories,
+        parallel.dp,
+        mean_tokens,
+        parallel.micro_batch_tokens,
+        multiple=parallel.pp if parallel.vpp > 1 else 1,
+    )
     with_mtp = config.policy.mtp_loss_weight > 0
     expected = sum(prod(size) for size in expected_tensors(hf_config, with_mtp=with_mtp).values())
     recomputes = parallel.recompute == "full"
     passes: dict[Role, Passes] = {
         "policy": Passes(0, 1, recomputes),
-        "value": Passes(2, config.value.updates_per_step, recomputes),
+        "value": Passes(
+            2 if config.algo.advantages_from == "updated_values" else 1, config.value.updates_per_step, recomputes
+        ),
     }
     stages, names, kept = [], {role: {} for role in ROLES}, {}
     frozen, copies, unfused = 0, (1, 1), 0.0
@@ -132,6 +140,8 @@ def make_plan(
         rank = stage * per_stage
         models: dict[Role, ModelPlan] = {}
         with fake_world(parallel, rank) as world, torch.device("meta"):
+            if world.pp != stage:
+                raise AssertionError(f"rank {rank} stands on stage {world.pp}, not {stage}: the order of ranks changed")
             copies = data_axis_sizes()
             for role in ROLES:
                 built = _build(role, config, hf_config)

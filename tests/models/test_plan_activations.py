@@ -178,6 +178,11 @@ CASES = {
     "recompute full, pp2, value": (MOE, ["parallel.recompute=full", "parallel.pp=2"], "value", FP32, 60, 40),
     "pp2-vpp2": (MOE, ["parallel.pp=2", "parallel.vpp=2"], "policy", FP32, 60, 40),
     "pp2 of 1 and 3 layers": (MOE, ["parallel.pp=2", "parallel.first_stage_layers=1"], "policy", FP32, 60, 40),
+    "ep2, all-gather": (
+        MOE, ["parallel.dp=2", "parallel.ep=2", "parallel.expert_dispatcher=allgather"], "policy", FP32, 60, 32
+    ),
+    "tp2-etp2": (MOE, ["parallel.tp=2", "parallel.etp=2"], "policy", FP32, 60, 16),
+    "dp2-ep2": (MOE, ["parallel.dp=2", "parallel.ep=2"], "value", FP32, 60, 32),
     "cp2": (MOE, ["parallel.cp=2"], "policy", FP32, 60, 16),
     "cp2, value": (MOE, ["parallel.cp=2"], "value", FP32, 60, 16),
     "pp2": (MOE, ["parallel.pp=2"], "policy", FP32, 60, 40),
@@ -214,7 +219,7 @@ def test_what_other_families_keep_is_planned_too(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_what_autograd_holds_is_planned(case):
     hf_config, overrides, *rest = CASES[case]
-    world_size = 2 if any(axis in "".join(overrides) for axis in ("tp=2", ".pp=2", "cp=2")) else 1
+    world_size = 2 if any(axis in "".join(overrides) for axis in ("tp=2", "pp=2", "cp=2", "dp=2")) else 1
     results = run_ranks(world_size, measured_and_planned, hf_config, overrides, *rest)
     for found, planned in results:
         assert planned == pytest.approx(found, rel=TOLERANCE)

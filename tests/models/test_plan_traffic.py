@@ -19,6 +19,7 @@ def test_micro_batches_of_a_step():
     step = step_shape(batch_trajectories=128, dp=4, mean_tokens=3000, micro_batch_tokens=8192)
     assert (step.trajectories, step.num_micro_batches, step.tokens) == (32, 16, 96_000)
     assert step_shape(130, 4, 3000, 8192).num_micro_batches == 17, "33 trajectories on the fullest rank, 2 each"
+    assert step_shape(130, 4, 3000, 8192, multiple=4).num_micro_batches == 20, "interleaved: 3 are fillers"
     assert step_shape(128, 4, 9000, 8192).num_micro_batches == 32, "a longer one stands alone"
 
 
