@@ -270,9 +270,11 @@ class _Report:
             f" {other.stage}), {other.device_bytes(not offloads) / GIB:,.1f} GiB"
         )
         if self._plan.unfused_scores:
+            kernel = self._config.parallel.sparse_attention_kernel
+            held = "name one in" if kernel == "none" else f'"{kernel}" as'
             self._say(
-                "CONDITION: a fused kernel for sparse attention (Megatron's dsa_kernel_backend), which models/dsa.py"
-                f" does not use yet; without it the scores of one layer take {_gib(self._plan.unfused_scores)} GiB"
+                f"CONDITION: fused sparse attention ({held} parallel.sparse_attention_kernel) that takes this layout;"
+                f" without it the scores of one layer take {_gib(self._plan.unfused_scores)} GiB"
             )
         return 0 if fits else EXIT_DOES_NOT_FIT
 

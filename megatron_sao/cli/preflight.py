@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_sao.config import Config, check_arm_is_built, check_model_fits
 from megatron_sao.convert.expected import check_tensors
-from megatron_sao.convert.family import check_stage_starts, read_shape
+from megatron_sao.convert.family import check_engine_reads_alike, check_stage_starts, read_shape
 from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.environment import make_environment
 from megatron_sao.rollout.prompts import PromptSource, read_prompt_file
@@ -36,6 +36,7 @@ def check_model(config: Config, folder: Path) -> None:
     shapes = check_model_folder(folder)
     hf_config = json.loads((folder / "config.json").read_text())
     check_model_fits(config, hf_config)
+    check_engine_reads_alike(hf_config)
     check_stage_starts(read_shape(hf_config), config.parallel)
     check_tensors(shapes, hf_config, folder, with_mtp=config.policy.mtp_loss_weight > 0)
 

@@ -58,6 +58,9 @@ def check_device(cfg: Config, has_cuda: bool) -> None:
     """Raises ConfigError for settings that need a GPU where there is none."""
     if cfg.push.backend == "nccl" and not has_cuda:
         raise ConfigError('push.backend = "nccl" needs CUDA in the trainer and the engines; use "gloo" here')
+    kernel = cfg.parallel.sparse_attention_kernel
+    if kernel != "none" and not has_cuda:
+        raise ConfigError(f'parallel.sparse_attention_kernel = "{kernel}" needs CUDA in the trainer; use "none" here')
 
 
 # ---- the checks; a parameter names the section it gets ---------------------------------------------------------

@@ -29,6 +29,9 @@ class Parallel(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what backward computes again instead of keeping: nothing, core attention, whole layers"
     )
+    sparse_attention_kernel: Literal["none", "tilelang", "cudnn"] = Field(
+        "none", description="Megatron's fused kernels for sparse attention (GLM-5); none = plain PyTorch, for short texts"
+    )
     offload_sleeping_model: bool = Field(
         False, description="keep the model that is not at work, with its optimizer state, in host memory"
     )

@@ -319,6 +319,37 @@ def _full_indexer_layers(hf_config: dict[str, Any], num_mtp: int) -> tuple[bool,
     return found
 
 
+def check_engine_reads_alike(hf_config: dict[str, Any]) -> None:
+    """Refuse a `config.json` from which vLLM 0.32 would build another model than is trained, in silence.
+
+    It does not know `indexer_types`, takes only "S" of `index_topk_pattern` for shared, and turns an indexer's rotary
+    pairs the other way where `indexer_rope_interleave` is absent.
+    Raises: CheckpointError.
+    """
+    shape = read_shape(hf_config)
+    if shape.indexer is None:
+        return
+    pattern = hf_config.get("index_topk_pattern")
+    frequency, offset = hf_config.get("index_topk_freq") or 1, hf_config.get("index_skip_topk_offset")
+    offset = 2 if offset is None else offset
+    for layer, is_full in enumerate(shape.indexer.is_full):
+        if pattern is None:
+            is_shared = max(layer - offset + 1, 0) % frequency != 0
+        else:
+            is_shared = layer < len(pattern) and pattern[layer] == "S"
+        if is_shared is is_full:
+            wanted = "".join("F" if full else "S" for full in shape.indexer.is_full)
+            raise CheckpointError(
+                f"config.json: vLLM would {'share' if is_shared else 'build'} the indexer of layer {layer}, which is"
+                f" {'full' if is_full else 'shared'} here; add index_topk_pattern = {wanted!r} to the folder's config.json"
+            )
+    if hf_config.get("indexer_rope_interleave") is not True:
+        raise CheckpointError(
+            "config.json lacks indexer_rope_interleave, which vLLM then takes for false; add it as true, which is what"
+            " the model computes"
+        )
+
+
 def rope_base(hf_config: dict[str, Any]) -> float:
     """The rotary base, from either place where transformers versions keep it. Raises: as `_one_value`."""
     nested = hf_config.get("rope_parameters") or {}

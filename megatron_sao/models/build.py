@@ -65,7 +65,7 @@ def transformer_config(
     check_stage_starts(shape, parallel)
     if shape.indexer:
         kind = DSAConfig
-        families |= dsa_options(shape.indexer)
+        families |= dsa_options(shape.indexer, parallel.sparse_attention_kernel if on_gpu else "none")
     config = kind(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,

@@ -10,8 +10,9 @@ A layer either has an indexer of its own or takes the choice of the nearest laye
   whatever the config says (GLM-5's says 1e-5); what the engine serves is what we train.
 
 Memory, besides what MLA keeps: where layers share, each choice, int64 [S, index_topk], lives until the backward pass of
-its micro-batch is over. Attention itself is Megatron's plain PyTorch path, on a GPU too (`dsa_kernel_backend` "none"):
-its scores are float32 [heads/tp, S, S] and the indexer's [S, index_n_heads, S].
+its micro-batch is over. Attention itself is Megatron's plain PyTorch path unless `parallel.sparse_attention_kernel` names
+its fused kernels: the scores are then float32 [heads/tp, S, S] and the indexer's [S, index_n_heads, S]. What the fused
+kernels do not take goes the plain way without a word above Megatron's debug log.
 """
 
 from dataclasses import dataclass
@@ -42,8 +43,11 @@ class DSAConfig(MLATransformerConfig):
     has_indexer: tuple[bool, ...] = ()  # per decoder layer; the first is True
 
 
-def dsa_options(indexer: IndexerShape) -> dict[str, Any]:
-    """The fields of `DSAConfig` beyond those of multi-latent attention."""
+def dsa_options(indexer: IndexerShape, kernel: str) -> dict[str, Any]:
+    """The fields of `DSAConfig` beyond those of multi-latent attention.
+
+    Args: kernel: Megatron's name of the fused kernels; it refuses any but "none" where CUDA or their packages lack.
+    """
     return dict(
         has_indexer=indexer.is_full,
         experimental_attention_variant="dsa",
@@ -54,6 +58,7 @@ def dsa_options(indexer: IndexerShape) -> dict[str, Any]:
         dsa_indexer_rotate_activation=False,  # a Hadamard transform: DeepSeek-V3.2 has it, GLM-5 has not
         dsa_indexer_k_norm_epsilon=1e-6,  # fixed in the model, no field of config.json
         dsa_indexer_loss_coeff=0.0,
+        dsa_kernel_backend=kernel,
         cp_comm_type="allgather",  # the only kind that Megatron's sparse attention knows
     )
 

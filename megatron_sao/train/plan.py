@@ -179,7 +179,7 @@ def make_plan(
                 if role == "policy":
                     # every weight travels once; slices are dealt out evenly over all ranks
                     traffic["weight push"] = expected * work.itemsize / parallel.world_size
-                if shape.indexer and built[0].config.dsa_kernel_backend == "none":
+                if shape.indexer:
                     unfused = unfused_score_bytes(built[0].config, work)
                 kept[role] = layer_kept(built[0].config, shape.num_layers - 1, work)
                 models[role] = ModelPlan(state, activations, traffic)

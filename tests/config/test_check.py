@@ -303,6 +303,13 @@ def test_an_arm_that_needs_whole_groups_is_refused_before_it_trains_on_half_of_o
     check_arm_is_built(load_config(None, ["algo.arm=sao"]))
 
 
+def test_fused_sparse_attention_needs_cuda():
+    config = load_config(None, ["parallel.sparse_attention_kernel=tilelang"])
+    check_device(config, has_cuda=True)
+    with pytest.raises(ConfigError, match='sparse_attention_kernel = "tilelang" needs CUDA'):
+        check_device(config, has_cuda=False)
+
+
 def test_nccl_needs_cuda():
     config = load_config(None, ["push.backend=nccl"])
     with pytest.raises(ConfigError, match="push.backend"):

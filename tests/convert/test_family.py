@@ -11,6 +11,7 @@ from megatron_sao.convert.family import (
     ModelShape,
     Rope,
     Yarn,
+    check_engine_reads_alike,
     check_stage_starts,
     layers_that_may_start_a_stage,
     read_rope,
@@ -327,6 +328,37 @@ def test_a_list_and_a_schedule_that_agree():
 def test_lists_of_indexers_that_make_no_sense(said, message):
     with pytest.raises(CheckpointError, match=message):
         read_shape(SIX | said)
+
+
+ROPE = {"indexer_rope_interleave": True}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"index_topk_freq": 2},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 3},
+        {"indexer_types": IRREGULAR, "index_topk_pattern": "FFSFSS"},
+    ],
+    ids=str,
+)
+def test_a_folder_that_the_engine_reads_alike(said):
+    check_engine_reads_alike(SIX | ROPE | said)
+
+
+@pytest.mark.parametrize(
+    "said, message",
+    [
+        (ROPE | {"indexer_types": IRREGULAR}, "build the indexer of layer 2, .*index_topk_pattern = 'FFSFSS'"),
+        (ROPE | {"index_topk_pattern": IRREGULAR}, "build the indexer of layer 2, .*index_topk_pattern = 'FFSFSS'"),
+        ({}, "lacks indexer_rope_interleave"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_the_engine_would_read_otherwise_is_refused(said, message):
+    with pytest.raises(CheckpointError, match=message):
+        check_engine_reads_alike(SIX | said)
 
 
 def test_what_newer_transformers_write_is_accepted():
