@@ -15,7 +15,7 @@ CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 class _VocabParallelLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, token_ids, temperature, true_vocab, group):
+    def forward(ctx, logits, token_ids, temperature, true_vocab, group, overwrites_logits):
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         num_tokens, width = logits.shape
         first = rank * width
@@ -47,7 +47,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
             chosen, total, weighted = packed.unbind(0)
         log_total = total.log()
         ctx.save_for_backward(logits, local_ids, is_here, highest + temperature * log_total)
-        ctx.temperature, ctx.num_valid = temperature, num_valid
+        ctx.temperature, ctx.num_valid, ctx.overwrites_logits = temperature, num_valid, overwrites_logits
         entropy = log_total - weighted / total
         ctx.mark_non_differentiable(entropy)
         return chosen - log_total, entropy
@@ -56,7 +56,8 @@ class _VocabParallelLogprob(torch.autograd.Function):
     def backward(ctx, grad, _):
         logits, local_ids, is_here, normalizer = ctx.saved_tensors
         num_valid, grad = ctx.num_valid, grad / ctx.temperature
-        grad_logits = torch.empty_like(logits)
+        # Written over what autograd saved: should anyone else still need it, autograd sees that and refuses.
+        grad_logits = logits if ctx.overwrites_logits else torch.empty_like(logits)
         grad_logits[:, num_valid:] = 0
         at_token = torch.where(is_here, grad, 0.0)
         for part in _chunks(logits) if num_valid else ():
@@ -65,7 +66,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
             # In float32: 1 - p of a likely token would be lost in bfloat16.
             chunk.scatter_add_(-1, local_ids[part, None], at_token[part, None])
             grad_logits[part, :num_valid] = chunk
-        return grad_logits, None, None, None, None
+        return grad_logits, None, None, None, None, None
 
 
 def _shifted(logits: torch.Tensor, offset: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -93,6 +94,7 @@ def vocab_parallel_logprob(
     temperature: float,
     true_vocab: int,
     group: dist.ProcessGroup | None,
+    overwrites_logits: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(logits / temperature)[token_ids] and the entropy of the same distribution.
 
@@ -102,7 +104,9 @@ def vocab_parallel_logprob(
         temperature: the sampling temperature, > 0.
         true_vocab: columns at or beyond it (counted over all ranks) are padding and get probability 0.
         group: the tensor axis; None = not cut.
+        overwrites_logits: backward puts the gradient where the logits are, which saves as much memory again; the
+            caller must not look at them afterwards, and backward runs once.
     Returns: (logp float32 [S] with gradient to logits, entropy float32 [S] without), equal on all ranks of the axis.
     Collective: every rank of the tensor axis calls it with the same number of tokens.
     """
-    return _VocabParallelLogprob.apply(logits, token_ids, temperature, true_vocab, group)
+    return _VocabParallelLogprob.apply(logits, token_ids, temperature, true_vocab, group, overwrites_logits)

@@ -12,9 +12,14 @@ def learner_logprob(
     """log-prob and entropy at this rank's positions of a micro-batch, from logits [P, V/tp]: float32 [P] each.
 
     Gradient flows through the log-prob. Where a position is about no token they are about token id 0, and to be left
-    out. Collective: the tensor axis.
+    out. Effect: backward writes over the logits. Collective: the tensor axis.
     """
     next_ids = micro_batch.at_positions(micro_batch.batch.token_ids).to(logits.device)
     return vocab_parallel_logprob(
-        logits, next_ids, temperature=temperature, true_vocab=true_vocab, group=tensor_axis()
+        logits,
+        next_ids,
+        temperature=temperature,
+        true_vocab=true_vocab,
+        group=tensor_axis(),
+        overwrites_logits=True,  # nothing else reads what the output layer wrote
     )

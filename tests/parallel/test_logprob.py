@@ -169,3 +169,18 @@ def test_memory_besides_the_gradient_is_that_of_a_few_chunks(monkeypatch, dtype)
         limit = 3.5 * chunk + per_token * num_tokens
         assert extra_bytes(chunked, num_tokens, vocab, dtype) <= limit
         assert extra_bytes(naive, num_tokens, vocab, dtype) >= 4 * num_tokens * vocab > 1.5 * limit
+
+
+def test_the_gradient_may_take_the_place_of_the_logits():
+    given, token_ids, weight = inputs(16)
+    logp, _, expected_gradient = found(given, token_ids, weight, 0.7, None)
+    leaf = given.clone().requires_grad_()
+    logits = leaf * 1.0
+    options = dict(temperature=0.7, true_vocab=TRUE_VOCAB, group=None, overwrites_logits=True)
+    again, _ = vocab_parallel_logprob(logits, token_ids, **options)
+    assert torch.equal(logits, given), "until backward they are what they were"
+    (gradient,) = torch.autograd.grad((again * weight).sum(), logits, retain_graph=True)
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert torch.equal(again.detach(), logp) and torch.equal(gradient, expected_gradient)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad((again * weight).sum(), logits)
