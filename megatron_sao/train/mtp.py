@@ -18,7 +18,7 @@ def mtp_loss(
     such pair fewer than tokens: so the loss is the same however the step is cut into micro-batches and over ranks.
 
     Args: logits: [P, V/tp] of the MTP layer, at this rank's positions.
-    Returns: scalar float32 with gradient. Collective: the tensor axis.
+    Returns: scalar float32 with gradient. Effect: backward writes over the logits. Collective: the tensor axis.
     """
     batch = micro_batch.batch
 
@@ -27,6 +27,11 @@ def mtp_loss(
 
     is_drafted = after(batch.action_mask) & micro_batch.at_positions(batch.action_mask).to(logits.device)
     logp, _ = vocab_parallel_logprob(
-        logits, after(batch.token_ids), temperature=temperature, true_vocab=true_vocab, group=tensor_axis()
+        logits,
+        after(batch.token_ids),
+        temperature=temperature,
+        true_vocab=true_vocab,
+        group=tensor_axis(),
+        overwrites_logits=True,  # nothing else reads what the output layer wrote
     )
     return masked_mean(-logp, is_drafted, share.num_step_action_tokens)
