@@ -80,7 +80,8 @@ def _faults(parallel: Parallel, engine: Engine, shape: Mapping[str, Any], names:
 def _splits(parallel: Parallel, engine: Engine, shape: Mapping[str, Any]) -> list[tuple[str, int, str]]:
     """(axis, its size, the field it must divide) for this kind of model."""
     expert_field = _expert_field(shape)
-    has_dense_layers = expert_field is None or bool(shape.get("first_k_dense_replace") or shape.get("mlp_only_layers"))
+    dense_fields = (shape.get("first_k_dense_replace"), shape.get("mlp_only_layers"))
+    has_dense_layers = expert_field is None or any(dense_fields) or "dense" in (shape.get("mlp_layer_types") or ())
     splits = []
     for axis, size in (("parallel.tp", parallel.tp), ("engine.tensor_parallel", engine.tensor_parallel)):
         splits.append((axis, size, "num_attention_heads"))

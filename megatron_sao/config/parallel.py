@@ -27,16 +27,16 @@ class Parallel(Section):
         "alltoall", description="how tokens travel to their experts; allgather pays for few experts per rank"
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="what backward computes again instead of keeping: nothing, core attention, whole layers"
+        "none", description="what backward computes again, not keeps: nothing, core attention, whole layers (but MTP's)"
     )
     sparse_attention_kernel: Literal["none", "tilelang", "cudnn"] = Field(
-        "none", description="Megatron's fused kernels for sparse attention (GLM-5); none = plain PyTorch, for short texts"
+        "none", description="Megatron's fused kernels for sparse attention (GLM-5); none = plain PyTorch"
     )
     offload_sleeping_model: bool = Field(
         False, description="keep the model that is not at work, with its optimizer state, in host memory"
     )
     micro_batch_tokens: int = Field(8192, ge=2, description="tokens of one packed micro-batch, all cp ranks together")
-    timeout_s: float = Field(300.0, gt=0, description="time one collective may take")
+    timeout_s: float = Field(300.0, gt=0, description="time one collective may take (of the model: in full minutes)")
 
     @property
     def world_size(self) -> int:

@@ -2,7 +2,8 @@
 
 With `mtp_loss_weight` 0 the trainer does not build them: their tensors keep the values of the model folder, an export
 copies them from there, a push leaves them alone. Above 0 they are trained next to the policy, which gets no gradient
-from them, and are exported and pushed like the rest. The value model never has any.
+from them (but an update whose gradients are not finite is left out for both), and are exported and pushed like the
+rest. The value model never has any.
 """
 
 from pydantic import Field

@@ -341,7 +341,7 @@ def check_engine_reads_alike(hf_config: dict[str, Any]) -> None:
             wanted = "".join("F" if full else "S" for full in shape.indexer.is_full)
             raise CheckpointError(
                 f"config.json: vLLM would {'share' if is_shared else 'build'} the indexer of layer {layer}, which is"
-                f" {'full' if is_full else 'shared'} here; add index_topk_pattern = {wanted!r} to the folder's config.json"
+                f" {'full' if is_full else 'shared'} here; add index_topk_pattern = {wanted!r} to that config.json"
             )
     if hf_config.get("indexer_rope_interleave") is not True:
         raise CheckpointError(

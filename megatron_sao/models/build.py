@@ -48,12 +48,12 @@ def transformer_config(
         as `check_stage_starts`.
     """
     shape = read_shape(hf_config)
-    on_gpu = uses_transformer_engine()
+    on_gpu = uses_transformer_engine(dtype)
     families = _attention(shape, read_rope(hf_config))
     # What a dense model has no use for must still be named: Megatron's default refuses packed micro-batches.
     dispatcher = parallel.expert_dispatcher if shape.num_experts else "alltoall"
     if shape.num_experts:
-        families |= _experts(shape, hf_config)
+        families |= _experts(shape, hf_config, on_gpu)
     if with_mtp:
         if shape.num_mtp_layers != 1:
             raise CheckpointError(
@@ -157,9 +157,8 @@ def _attention(shape: ModelShape, rope: Rope) -> dict[str, Any]:
     return flags
 
 
-def _experts(shape: ModelShape, hf_config: dict[str, Any]) -> dict[str, Any]:
+def _experts(shape: ModelShape, hf_config: dict[str, Any], on_gpu: bool) -> dict[str, Any]:
     """Flags of the experts and their router: softmax (Qwen3), or sigmoid with a selection bias (GLM, DeepSeek)."""
-    on_gpu = uses_transformer_engine()
     flags = dict(
         num_moe_experts=shape.num_experts,
         moe_ffn_hidden_size=shape.expert_ffn,

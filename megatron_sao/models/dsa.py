@@ -10,9 +10,9 @@ A layer either has an indexer of its own or takes the choice of the nearest laye
   whatever the config says (GLM-5's says 1e-5); what the engine serves is what we train.
 
 Memory, besides what MLA keeps: where layers share, each choice, int64 [S, index_topk], lives until the backward pass of
-its micro-batch is over. Attention itself is Megatron's plain PyTorch path unless `parallel.sparse_attention_kernel` names
-its fused kernels: the scores are then float32 [heads/tp, S, S] and the indexer's [S, index_n_heads, S]. What the fused
-kernels do not take goes the plain way without a word above Megatron's debug log.
+its micro-batch is over. Attention itself is Megatron's plain PyTorch path, with scores float32 [heads/tp, S, S] and the
+indexer's [S, index_n_heads, S], unless `parallel.sparse_attention_kernel` names its fused kernels; what those do not
+take goes the plain way without a word above Megatron's debug log.
 """
 
 from dataclasses import dataclass

@@ -102,5 +102,9 @@ def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def _host_storage(num_bytes: int) -> torch.UntypedStorage:
-    pinned = torch.cuda.is_available()  # a GPU copies to and from pinned memory at the full rate of the bus
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        # Pinned, a GPU copies at the full rate of the bus. Not by torch's own allocator (2.13): it rounds each request
+        # up to a power of two, which is up to twice the host memory that the plan counts.
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)))
+    return memory.untyped_storage()

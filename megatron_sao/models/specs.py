@@ -1,4 +1,7 @@
-"""Which modules a decoder is made of: transformer-engine where CUDA is present, ours otherwise. One function."""
+"""Which modules a decoder is made of: transformer-engine where CUDA is present, ours otherwise. One function.
+
+A float32 model is made of ours on a GPU too: transformer-engine has no packed attention for 32 bits.
+"""
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
@@ -9,16 +12,16 @@ from megatron_sao.models.dsa import DSAConfig, dsa_block_spec, dsa_mtp_layer_spe
 from megatron_sao.models.mla import LatentAttention
 
 
-def uses_transformer_engine() -> bool:
-    """Whether models are made of transformer-engine's modules."""
-    return torch.cuda.is_available()
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether models of this number format are made of transformer-engine's modules."""
+    return torch.cuda.is_available() and dtype is not torch.float32
 
 
 def decoder_spec(config: TransformerConfig, vp_stage: int | None = None):
     """The block spec of this pipeline stage's decoder layers."""
     if isinstance(config, DSAConfig):
-        return dsa_block_spec(config, uses_transformer_engine(), vp_stage)
-    if uses_transformer_engine():
+        return dsa_block_spec(config, uses_transformer_engine(config.params_dtype), vp_stage)
+    if uses_transformer_engine(config.params_dtype):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     for layer in spec.layer_specs:
@@ -44,11 +47,11 @@ def mtp_spec(config: TransformerConfig, decoder, vp_stage: int | None = None):
     if not config.mtp_num_layers:
         return None
     if isinstance(config, DSAConfig):
-        decoder = dsa_mtp_layer_spec(config, uses_transformer_engine())
+        decoder = dsa_mtp_layer_spec(config, uses_transformer_engine(config.params_dtype))
     spec = get_gpt_mtp_block_spec(
-        config, decoder, use_transformer_engine=uses_transformer_engine(), vp_stage=vp_stage
+        config, decoder, use_transformer_engine=uses_transformer_engine(config.params_dtype), vp_stage=vp_stage
     )
-    if spec is not None and not uses_transformer_engine():
+    if spec is not None and not uses_transformer_engine(config.params_dtype):
         for layer in spec.layer_specs:
             layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RMSNorm
     return spec

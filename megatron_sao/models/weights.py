@@ -5,6 +5,7 @@ needed to find out who owns what: shapes are exchanged once, then every rank com
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -45,6 +46,13 @@ def model_tensors(chunks: list[MegatronModule]) -> dict[str, torch.Tensor]:
     return found
 
 
+def _awake(tensor: torch.Tensor, key: str) -> torch.Tensor:
+    """The tensor, unless its model sleeps (models/offload.py): on a CPU, reading it then would end the process."""
+    if tensor.numel() and not tensor.untyped_storage().nbytes() and tensor.device.type != "meta":
+        raise RuntimeError(f"{key} was read while its model sleeps: turns.take(model) comes first")
+    return tensor
+
+
 def describe(chunks: list[MegatronModule]) -> list[LocalTensor]:
     """What this rank holds: shapes, and which dim Megatron cuts over the tensor axis. No collective."""
     layers = [{name: module for name, module in chunk.named_modules()} for chunk in chunks]
@@ -78,7 +86,7 @@ class Exporter:
 
     def view(self, piece: WeightSlice) -> torch.Tensor:
         """A view of a slice that this rank owns."""
-        return slice_view(piece, self._tensors)
+        return slice_view(piece, {piece.key: _awake(self._tensors[piece.key], piece.key)})
 
 
 def _is_value_head(tensor: LocalTensor, chunks: list[MegatronModule]) -> bool:
@@ -100,10 +108,7 @@ def assign_owners(holders: list[list[WeightSlice]]) -> list[list[WeightSlice]]:
     loads = [0] * len(holders)
 
     def weight(candidates: list[tuple[int, WeightSlice]]) -> int:
-        size = 1
-        for n in candidates[0][1].shape:
-            size *= n
-        return size
+        return math.prod(candidates[0][1].shape)
 
     for key, candidates in sorted(by_range.items(), key=lambda item: (len(item[1]) > 1, -weight(item[1]), item[0])):
         rank, piece = min(candidates, key=lambda candidate: (loads[candidate[0]], candidate[0]))
@@ -223,7 +228,8 @@ def weight_hashes(chunks: list[MegatronModule], keys: set[str]) -> dict[str, str
     hashes = {}
     for key, tensor in model_tensors(chunks).items():
         if key in keys:
-            copy = tensor.detach().to("cpu", copy=True)  # numpy would forbid the tensor itself to leave its memory
+            # A copy: numpy would forbid the tensor itself to leave its memory.
+            copy = _awake(tensor, key).detach().to("cpu", copy=True)
             raw = copy.contiguous().view(torch.uint8).numpy().tobytes()
             hashes[key] = hashlib.sha256(raw).hexdigest()
     return hashes

@@ -1,4 +1,5 @@
-"""The one adapter that lets Megatron-Core run without CUDA (gloo, CPU tensors). Does nothing where CUDA is present.
+"""The one adapter that lets Megatron-Core run without CUDA (gloo, CPU tensors). Where CUDA is present it only makes the
+rotary embedding of packed sequences quick.
 
 Import it before the first `import megatron.core`; `parallel/__init__.py` does. It owns three groups of patches:
 1. `_OnCpu`, a torch function mode: whatever asks for a cuda device gets the CPU;
@@ -148,8 +149,9 @@ def _patch_all_gather() -> None:
 
 
 def _patch_packed_rope() -> None:
-    """megatron-core 0.19: unfused rope of packed sequences loops over sequences in Python with a slice assignment each;
-    128 short trajectories cost more than the rest of the layer. Here: one gather of the angles by position."""
+    """megatron-core 0.19: unfused rope of packed sequences loops over sequences in Python with a slice assignment each
+    (on a GPU it also waits for the lengths); 128 short trajectories cost more than the rest of the layer. Here: one
+    gather of the angles by position. Grouped-query attention on a GPU does not come here: it has a fused kernel."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def packed_rope(t, cu_seqlens, freqs, *args, cp_group, **kwargs):
@@ -168,10 +170,16 @@ def enter() -> None:
 
 
 def install() -> None:
-    """Apply all patches once. Effect: process-wide; a no-op where CUDA is present."""
-    if not is_needed() or getattr(torch, "_megatron_sao_on_cpu", False):
+    """Apply all patches once; of them only the one of packed rope where CUDA is present. Effect: process-wide."""
+    if getattr(torch, "_megatron_sao_is_patched", False):
         return
-    torch._megatron_sao_on_cpu = True
+    torch._megatron_sao_is_patched = True
+    if is_needed():
+        _run_on_cpu()
+    _patch_packed_rope()
+
+
+def _run_on_cpu() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's jit_fuser is torch.compile: minutes for nothing here
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron warns without it
     torch._dynamo.config.disable = True
@@ -179,7 +187,6 @@ def install() -> None:
     _patch_all_to_all()
     _patch_all_gather()
     enter()
-    _patch_packed_rope()
     from megatron_sao.parallel import cpu_adam
 
     cpu_adam.install()

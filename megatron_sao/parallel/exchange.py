@@ -22,17 +22,16 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
-def wait_for_all() -> None:
-    """Return once every rank is here. Collective: the whole world."""
-    dist.barrier()
-
-
 class ObjectGroup:
     """The whole world with a timeout of its own, for what may take longer than a collective of the model may."""
 
     def __init__(self, timeout_s: float):
         """Collective: the whole world."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def wait(self) -> None:
+        """Return once every rank is here. Collective: the whole world."""
+        dist.barrier(group=self._group)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """`value` of rank `source`, on every rank. Collective: the whole world."""

@@ -13,11 +13,13 @@ from megatron_sao.convert.family import MTP_COUNT
 from megatron_sao.errors import CheckpointError
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import TIED_COPIES, VALUE_HEAD, left_out_names, mtp_part, policy_shapes
-from megatron_sao.parallel.exchange import broadcast_tensor, wait_for_all
+from megatron_sao.parallel.exchange import ObjectGroup, broadcast_tensor
 from megatron_sao.train.setup import Trainer
 
 SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
               "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json")  # fmt: skip
+
+LONGEST_WRITE_S = 6 * 3600.0  # rank 0 writes while the others wait: far longer than a collective of the model may take
 
 
 def export_policy(trainer: Trainer, destination: str | Path) -> None:
@@ -30,6 +32,7 @@ def export_policy(trainer: Trainer, destination: str | Path) -> None:
     Collective: every rank of the world.
     """
     trainer.models.turns.take(trainer.models.policy)
+    writing = ObjectGroup(LONGEST_WRITE_S)
     tensors = _collect(trainer)
     if trainer.world.is_first:
         destination = Path(destination)
@@ -43,7 +46,7 @@ def export_policy(trainer: Trainer, destination: str | Path) -> None:
         _check(partial, trainer)
         shutil.rmtree(destination, ignore_errors=True)
         partial.rename(destination)
-    wait_for_all()
+    writing.wait()
 
 
 def _collect(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -25,9 +25,9 @@ class Outcome:
         self.num_bad_steps += bool(num_skipped_updates)
         if self._bad_in_a_row >= self.stop_after_bad_steps:
             raise TrainingError(
-                f"{self._bad_in_a_row} steps in a row (run.stop_after_bad_steps) had gradients that are not finite;"
-                f" their updates were left out; the last step was of phase {phase}; lower policy.lr or value.lr, or look"
-                " at the trajectories of the last steps"
+                f"{self._bad_in_a_row} steps in a row (run.stop_after_bad_steps) had gradients that are not"
+                f" finite; their updates were left out; the last step was of phase {phase};"
+                " lower policy.lr or value.lr, or look at the trajectories of the last steps"
             )
         if phase == TRAIN and "lag/token_max" in metrics:
             self.lag_max = max(self.lag_max, metrics["lag/token_max"])

@@ -22,7 +22,7 @@ def policy_update(
 ) -> dict[str, float]:
     """One optimizer step of the policy on the share.
 
-    TrainedModel and sampler are scored at the same (sampling) temperature.
+    Learner and sampler are scored at the same (sampling) temperature.
 
     Args: advantage: float32 [S] over the share; anything off the action mask.
     Returns: metrics of the whole step (loss, gradient norm, rejected fractions, agreement with the sampler by lag).

@@ -78,7 +78,7 @@ def use_modules(kind: str) -> None:
     from megatron_sao.models import build, specs
     from megatron_sao.parallel import cpu_adam
 
-    specs.uses_transformer_engine = build.uses_transformer_engine = lambda: kind == "te"
+    specs.uses_transformer_engine = build.uses_transformer_engine = lambda dtype: kind == "te"
     if not has_transformer_engine():
         cpu_adam.install()  # the fused Adam comes with transformer-engine
 
