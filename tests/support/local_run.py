@@ -30,9 +30,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None)
 
 
-def _die_with_parent() -> None:
-    """A test session that is killed must not leave a run of its own behind."""
+def _begin() -> None:
+    """A test session that is killed must not leave a run of its own behind; one that was started in the background has
+    Ctrl-C ignored, and its children would inherit that."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class MarkedCommand:
@@ -52,7 +54,7 @@ class MarkedCommand:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_begin,
             )
 
     @property

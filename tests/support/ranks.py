@@ -60,7 +60,11 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function: Callabl
 
         torch.set_num_threads(1)
         result = function(*args)
-        (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
+        (folder / f"{rank}.partial").write_bytes(pickle.dumps(result))
+        (folder / f"{rank}.partial").rename(folder / f"{rank}.result")
+        # Rank 0 holds the store at which slower ranks may still be meeting. The parent ends this if one fails.
+        while rank == 0 and len(list(folder.glob("*.result"))) < world_size:
+            time.sleep(0.005)
         code = 0
     except BaseException:
         (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
