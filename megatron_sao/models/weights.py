@@ -8,6 +8,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron_sao.models.value_head import ValueHead
 from megatron_sao.parallel.exchange import gather_objects
 from megatron_sao.parallel.init import World
 
+SHARED_PIECE_BYTES = 16 * 2**20  # small enough that what several ranks hold can be shared out evenly
 _LAYER = re.compile(r"^((?:decoder|mtp)\.layers\.)(\d+)(\..*)$")
 
 
@@ -77,6 +79,7 @@ class Exporter:
 
     def __init__(self, chunks: list[MegatronModule], shape: ModelShape, world: World):
         """Collective: every rank of the world (exchanges names and shapes, no tensor)."""
+        self.shape = shape
         self._tensors = model_tensors(chunks)
         self._rank = world.rank
         described = [t for t in describe(chunks) if not _is_value_head(t, chunks)]
@@ -97,24 +100,48 @@ def _is_value_head(tensor: LocalTensor, chunks: list[MegatronModule]) -> bool:
 def assign_owners(holders: list[list[WeightSlice]]) -> list[list[WeightSlice]]:
     """One owner for every slice: pure, from what each rank holds to what each rank gives.
 
-    Slices with one holder first; then shared ones, largest first, to the holder with the fewest bytes so far.
+    Slices with one holder first; then shared ones, cut to pieces of at most SHARED_PIECE_BYTES and largest first, to the
+    holder with the fewest bytes so far.
     """
     by_range: dict[tuple, list[tuple[int, WeightSlice]]] = {}
     for rank, pieces in enumerate(holders):
         for piece in pieces:
             key = (piece.hf_name, piece.dim, piece.start, piece.length)
             by_range.setdefault(key, []).append((rank, piece))
+    for key, candidates in list(by_range.items()):
+        cuts = [_small_pieces(piece) for _, piece in candidates]
+        if len(candidates) > 1 and len(cuts[0]) > 1:
+            del by_range[key]
+            for pieces in zip(*cuts, strict=True):
+                key = (pieces[0].hf_name, pieces[0].dim, pieces[0].start, pieces[0].length)
+                by_range[key] = [(rank, piece) for (rank, _), piece in zip(candidates, pieces)]
     owned: list[list[WeightSlice]] = [[] for _ in holders]
     loads = [0] * len(holders)
 
     def weight(candidates: list[tuple[int, WeightSlice]]) -> int:
-        return math.prod(candidates[0][1].shape)
+        return _num_bytes(candidates[0][1])
 
     for key, candidates in sorted(by_range.items(), key=lambda item: (len(item[1]) > 1, -weight(item[1]), item[0])):
         rank, piece = min(candidates, key=lambda candidate: (loads[candidate[0]], candidate[0]))
         owned[rank].append(piece)
         loads[rank] += weight(candidates)
     return owned
+
+
+def _num_bytes(piece: WeightSlice) -> int:
+    return math.prod(piece.shape) * getattr(torch, piece.dtype).itemsize
+
+
+def _small_pieces(piece: WeightSlice) -> list[WeightSlice]:
+    """The slice cut along its own dim, the one along which Megatron and engines cut the tensor."""
+    size = _num_bytes(piece)
+    if size <= SHARED_PIECE_BYTES:
+        return [piece]
+    step = max(1, SHARED_PIECE_BYTES * piece.length // size)
+    return [
+        replace(piece, start=piece.start + low, length=min(step, piece.length - low), source_start=piece.source_start + low)
+        for low in range(0, piece.length, step)
+    ]
 
 
 VALUE_HEAD = "value_head.weight"  # its name in a HF-style value checkpoint

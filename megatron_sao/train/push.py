@@ -4,13 +4,17 @@ import threading
 import time
 from collections.abc import Sequence
 
+import torch
+
 from megatron_sao.config import Config
+from megatron_sao.convert.family import ModelShape
 from megatron_sao.convert.slices import WeightSlice
 from megatron_sao.errors import ProtocolError
 from megatron_sao.models.weights import Exporter
 from megatron_sao.parallel.exchange import broadcast_object, world_rank, world_size
 from megatron_sao.records import Hello, PushDone, PushGo, PushRequest, PushSent, Welcome
 from megatron_sao.train.link import SchedulerLink
+from megatron_sao.transport.engine_layout import WHOLE, EngineLayout
 from megatron_sao.transport.group import WeightGroup, host_store, weight_group
 from megatron_sao.transport.plan import WireItem, encode_plan, make_plan
 from megatron_sao.transport.sender import WeightSender
@@ -21,6 +25,15 @@ def wire_item(piece: WeightSlice) -> WireItem:
     if piece.is_whole:
         return WireItem(piece.hf_name, piece.dtype, piece.full_shape)
     return WireItem(piece.hf_name, piece.dtype, piece.full_shape, piece.dim, piece.start, piece.length)
+
+
+def engine_layout(config: Config, shape: ModelShape) -> EngineLayout:
+    """How the workers of one engine share the policy."""
+    return EngineLayout(
+        num_workers=config.engine.tensor_parallel,
+        num_kv_heads=0 if shape.mla else shape.num_kv_groups,
+        num_experts=shape.num_experts,
+    )
 
 
 class Pusher:
@@ -46,9 +59,15 @@ class Pusher:
         self._exporter, self._config, self._link, self._host = exporter, config, link, host
         by_rank = [[wire_item(p) for p in pieces] for pieces in exporter.slices_by_rank]
         self._plan = make_plan(
-            by_rank, bucket_bytes=config.push.bucket_bytes, expected_shapes=names, excluded=excluded
+            by_rank,
+            bucket_bytes=config.push.bucket_bytes,
+            engine=engine_layout(config, exporter.shape),
+            expected_shapes=names,
+            excluded=excluded,
         )
-        self._pieces = {wire_item(p): p for p in exporter.slices_by_rank[world_rank()]}
+        self._pieces: dict[str, list[WeightSlice]] = {}
+        for piece in exporter.slices_by_rank[world_rank()]:
+            self._pieces.setdefault(piece.hf_name, []).append(piece)
         self._sender: WeightSender | None = None
 
     def connect(self, policy_version: int) -> Welcome:
@@ -104,7 +123,7 @@ class Pusher:
         started = time.monotonic()
         limit = self._config.push.timeout_s
         self._link.request(PushRequest(policy_version=policy_version), PushGo, timeout_s=limit)
-        statistics = self._sender.send(lambda item: self._exporter.view(self._pieces[item]), policy_version)
+        statistics = self._sender.send(self._view, policy_version)
         done = self._link.request(PushSent(policy_version=policy_version), PushDone, timeout_s=limit)
         return {
             **done.metrics,
@@ -112,3 +131,13 @@ class Pusher:
             "push/total_s": time.monotonic() - started,
             "push/bytes": float(statistics.num_bytes),
         }
+
+    def _view(self, item: WireItem) -> torch.Tensor:
+        """The rows of a wire item, which the plan may have cut out of a slice that this rank owns."""
+        for piece in self._pieces.get(item.name, ()):
+            if piece.is_whole or item.dim == piece.dim and 0 <= item.start - piece.start < piece.length:
+                view = self._exporter.view(piece)
+                if item.dim == WHOLE:
+                    return view
+                return view.narrow(item.dim, item.start - (0 if piece.is_whole else piece.start), item.length)
+        raise KeyError(f"{item.name}: this rank does not own {item}")

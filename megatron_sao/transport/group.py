@@ -1,9 +1,10 @@
 """The weight group: one process group of all trainer ranks (first) and all engine workers (after them).
 
-Owns: `host_store`, `weight_group`, `WeightGroup`. Invariants:
+Owns: `host_store`, `weight_group`, `WeightGroup`, `Transfer`. Invariants:
 - torch.distributed's default group is neither used nor touched: inside vLLM it belongs to vLLM, in the trainer to
   Megatron;
-- each wait ends after `timeout_s`; a peer that died or stays away becomes a ProtocolError;
+- each wait ends after `timeout_s` (in a push: all of them together); a peer that died or stays away becomes a
+  ProtocolError, and the rank that gets it leaves the group, so that those who wait for it get one too;
 - a loopback host keeps every socket on the loopback interface.
 Imports torch only: works where Megatron is absent (engine) and where vLLM is absent (trainer).
 """
@@ -12,7 +13,8 @@ import ipaddress
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -23,58 +25,168 @@ from megatron_sao.errors import ConfigError, ProtocolError
 BACKENDS = ("gloo", "nccl")
 
 
+class Transfer:
+    """A message on its way; `wait` before its tensor is used again."""
+
+    def __init__(self, group: "WeightGroup", work: dist.Work, what: str):
+        self._group, self._work, self._what = group, work, what
+
+    def wait(self) -> None:
+        """Raises: ProtocolError when the peer is gone or late."""
+        self._group._finish(self._work, self._what)
+
+
 class WeightGroup:
     """A joined group. `rank` counts over trainers and engine workers together; tensors must lie on `device`."""
 
-    def __init__(self, backend: dist.Backend, rank: int, world_size: int, device: torch.device, timeout_s: float):
+    def __init__(
+        self,
+        backend: dist.Backend,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float,
+        make: Callable[[str, int, int], dist.Backend],
+    ):
+        """Args: make: (name, rank, size) -> a communicator of some of these processes."""
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self.timeout_s = timeout_s
         self._backend = backend
+        self._make = make
+        self._deadline: float | None = None
+        self._subgroups: list[WeightGroup] = []
+        self._parent: WeightGroup | None = None
+
+    @contextmanager
+    def push_limit(self) -> Iterator[None]:
+        """Within it, all waits together (of this group and its subgroups) end after `timeout_s`."""
+        self._set_deadline(time.monotonic() + self.timeout_s)
+        try:
+            yield
+        finally:
+            self._set_deadline(None)
+
+    def remaining_s(self) -> float:
+        """Seconds that a wait may still take; never 0, which gloo takes for no limit."""
+        left = self.timeout_s if self._deadline is None else self._deadline - time.monotonic()
+        return max(left, 0.01)
 
     def broadcast(self, tensor: torch.Tensor, src_rank: int) -> None:
         """Fill `tensor` on every rank with what `src_rank` holds.
 
-        Collective: every rank of the weight group calls this with equally sized, contiguous tensors.
-        Raises: ProtocolError when a peer is gone or does not come within `timeout_s`.
+        Collective: every rank of the group calls this with equally sized, contiguous tensors.
+        Raises: ProtocolError when a peer is gone or does not come within the limit.
         """
         options = dist.BroadcastOptions()
         options.rootRank = src_rank
         options.rootTensor = 0
-        self._run(lambda: self._backend.broadcast([tensor], options), f"a broadcast from rank {src_rank}")
+        self._start(lambda: self._backend.broadcast([tensor], options), f"a broadcast from rank {src_rank}").wait()
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
         """One row of integers from every rank, in rank order.
 
-        Collective: every rank of the weight group calls this with equally long rows.
+        Collective: every rank of the group calls this with equally long rows.
         Raises: ProtocolError as `broadcast` does.
         """
         mine = torch.tensor(row, dtype=torch.int64, device=self.device)
         rows = [torch.zeros_like(mine) for _ in range(self.world_size)]
-        self._run(lambda: self._backend.allgather([rows], [mine]), "the answers of all ranks")
+        self._start(lambda: self._backend.allgather([rows], [mine]), "the answers of all ranks").wait()
         return torch.stack(rows).tolist()
+
+    def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> Transfer:
+        """Begin to send a contiguous tensor; `dst_rank` calls `receive` with the same tag."""
+        return self._start(lambda: self._alone(lambda: self._backend.send([tensor], dst_rank, tag)),
+                           f"message {tag} to rank {dst_rank}")
+
+    def receive(self, tensor: torch.Tensor, src_rank: int, tag: int) -> Transfer:
+        """Begin to receive into a contiguous tensor."""
+        return self._start(lambda: self._alone(lambda: self._backend.recv([tensor], src_rank, tag)),
+                           f"message {tag} from rank {src_rank}")
+
+    def subgroup(self, name: str, ranks: Sequence[int]) -> "WeightGroup | None":
+        """A communicator of some ranks, which count from 0 in it; closed with this group.
+
+        Returns: None for one rank alone: it has nobody to talk to.
+        Collective: the given ranks call this with equal arguments.
+        """
+        if len(ranks) == 1:
+            return None
+        rank = list(ranks).index(self.rank)
+        started = time.monotonic()
+        try:
+            backend = self._make(name, rank, len(ranks))
+        except RuntimeError as error:
+            raise ProtocolError(f"rank {self.rank} could not join the group {name} of ranks {list(ranks)} "
+                                f"({time.monotonic() - started:.1f} s): {_reason(error)}") from error
+        group = WeightGroup(backend, rank, len(ranks), self.device, self.timeout_s, self._make)
+        group._parent = self
+        self._subgroups.append(group)
+        group.gather([rank])  # as in weight_group
+        return group
 
     def close(self) -> None:
         """Leave the group; waiting peers get an error. Effect: closes the sockets."""
+        for group in self._subgroups:
+            group.close()
         backend, self._backend = self._backend, None
-        if backend is not None and hasattr(backend, "shutdown"):
+        if backend is None:
+            return
+        if self.device.type == "cuda":
+            backend.abort()  # not shutdown: that waits for a kernel whose peer may be gone
+        elif hasattr(backend, "shutdown"):
             backend.shutdown()
 
-    def _run(self, start, what: str) -> None:
+    def _set_deadline(self, deadline: float | None) -> None:
+        self._deadline = deadline
+        for group in self._subgroups:
+            group._set_deadline(deadline)
+
+    def _alone(self, start: Callable[[], dist.Work]) -> dist.Work:
+        """NCCL makes one more communicator for each pair of ranks unless a message is part of a (coalesced) batch."""
+        if self.device.type != "cuda":
+            return start()
+        self._backend._start_coalescing()
+        start()
+        return self._backend._end_coalescing()
+
+    def _start(self, start: Callable[[], dist.Work], what: str) -> Transfer:
         if self._backend is None:
             raise ProtocolError("the weight group was closed; join a new one before the next push")
+        try:
+            return Transfer(self, start(), what)
+        except RuntimeError as error:
+            raise self._broken(what, 0.0, error) from error
+
+    def _finish(self, work: dist.Work, what: str) -> None:
         started = time.monotonic()
         try:
-            start().wait(timedelta(seconds=self.timeout_s))
-            if self.device.type == "cuda":  # NCCL: wait() orders streams only, the bytes arrive later
-                torch.cuda.current_stream(self.device).synchronize()
+            if self.device.type == "cuda":
+                self._poll(work)
+            else:
+                work.wait(timedelta(seconds=self.remaining_s()))
         except RuntimeError as error:
-            raise ProtocolError(
-                f"the weight group broke after {time.monotonic() - started:.1f} s while rank {self.rank} of "
-                f"{self.world_size} waited for {what} (limit push.timeout_s = {self.timeout_s:g}): "
-                f"{_reason(error)}. A trainer rank or an engine died or does not take part."
-            ) from error
+            raise self._broken(what, time.monotonic() - started, error) from error
+
+    def _poll(self, work: dist.Work) -> None:
+        """Wait for the bytes themselves. NCCL's own wait orders streams only, and its watchdog ends the process."""
+        limit = time.monotonic() + self.remaining_s()
+        while not work.is_completed():
+            if time.monotonic() > limit:
+                raise RuntimeError("timed out")
+            time.sleep(0.0002)
+        work.wait()
+
+    def _broken(self, what: str, waited_s: float, error: RuntimeError) -> ProtocolError:
+        """The error to raise. Effect: leaves the group, so that ranks that wait for this one hear of it at once."""
+        root = self._parent or self
+        root.close()
+        return ProtocolError(
+            f"the weight group broke after {waited_s:.1f} s while rank {root.rank} of {root.world_size} waited for "
+            f"{what} (limit push.timeout_s = {self.timeout_s:g}): {_reason(error)}. A trainer rank or an engine died "
+            "or does not take part."
+        )
 
 
 def host_store(host: str, *, port: int = 0, timeout_s: float) -> dist.TCPStore:
@@ -134,9 +246,13 @@ def weight_group(
     try:
         if store is None:
             store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        make = _gloo if backend == "gloo" else _nccl
-        joined = make(dist.PrefixStore("weights", store), host, rank, world_size, timeout, device)
-        group = WeightGroup(joined, rank, world_size, device, timeout_s)
+
+        def make(name: str, rank: int, size: int) -> dist.Backend:
+            """Holds the store: on trainer rank 0 it must live as long as somebody may still come."""
+            join = _gloo if backend == "gloo" else _nccl
+            return join(dist.PrefixStore(name, store), host, rank, size, timeout, device)
+
+        group = WeightGroup(make("weights", rank, world_size), rank, world_size, device, timeout_s, make)
         group.gather([rank])  # NCCL connects at its first collective only: do it here, where a failure is explained
     except (RuntimeError, ProtocolError) as error:  # torch's DistError family derives from RuntimeError
         raise ProtocolError(
@@ -158,7 +274,7 @@ def _gloo(store, host: str, rank: int, world_size: int, timeout: timedelta, devi
 
 def _nccl(store, host: str, rank: int, world_size: int, timeout: timedelta, device: torch.device):
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = 2 * timeout  # of NCCL's watchdog, which ends the process: `_poll` gives up before
     torch.cuda.set_device(device)
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 

@@ -1,22 +1,27 @@
-"""The push plan: which trainer rank sends which slice of which HF tensor, in which order and in which bucket.
+"""The push plan: which trainer rank sends which slice of which HF tensor to which workers, in which order and bucket.
 
 Owns: `WireItem`, `Bucket`, `PushPlan`, `make_plan`. Invariants:
 - made once, identical on every trainer rank and in every engine; only its hash travels with a push;
-- every element of every tensor is sent exactly once, by exactly one rank;
+- every element of every tensor belongs to exactly one rank, and reaches each kind of worker that loads it exactly once;
+- a rank sends an element once, or once for each kind where several kinds but not all load it (shared KV heads);
 - buckets run layer by layer (embeddings, layer 0, 1, ..., head), so that an engine never holds many half-filled layers;
-- a bucket belongs to one rank: it is one broadcast with that rank as its root.
+- within a layer the ranks take turns and each begins with another kind, so that neighbours in the order can travel at
+  the same time;
+- the number of engines is no part of it: engines may come and go between pushes.
 No torch: a laptop, the scheduler and the planner of a large run import this.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from megatron_sao.errors import ProtocolError
+from megatron_sao.transport.engine_layout import WHOLE, EngineLayout, Parts, parts_of
 
-WHOLE = -1  # WireItem.dim of an item that is the whole tensor
+EVERY_KIND = -1  # Bucket.kind of what all workers of an engine load
+PIECE_BYTES = 16 * 2**20  # no item is larger, unless a single row is
 ALIGNMENT_BYTES = 16  # an item starts at a multiple of this, so that its bytes can be viewed as any dtype
 
 DTYPE_BYTES = {
@@ -53,10 +58,11 @@ class WireItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank broadcasts at once: items one after the other, each at an aligned offset."""
+    """What one rank sends at once: items one after the other, each at an aligned offset."""
 
     src_rank: int
     items: tuple[WireItem, ...]
+    kind: int = EVERY_KIND  # of the workers that load it
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -76,9 +82,10 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
 class PushPlan(msgspec.Struct, frozen=True, array_like=True):
     """The whole push. Build it with `make_plan`, which checks it."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]  # in the one order that everybody follows
     num_trainer_ranks: int
     excluded: tuple[str, ...] = ()  # HF names of the model folder that are knowingly not pushed
+    engine: EngineLayout = EngineLayout()
 
     @property
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -87,11 +94,45 @@ class PushPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
+        """What all trainer ranks send in one push."""
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def sent_bytes(self, rank: int) -> int:
+        """What one trainer rank sends in one push."""
+        return sum(bucket.num_bytes for bucket in self.buckets if bucket.src_rank == rank)
+
+    def received_bytes(self, kind: int) -> int:
+        """What one worker of that kind takes in one push."""
+        return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind in (kind, EVERY_KIND))
+
+    def needed_rows(self, kind: int) -> dict[str, int]:
+        """HF name -> number of rows (1 for a whole tensor) that reach a worker of that kind."""
+        rows: dict[str, int] = {}
+        for bucket in self.buckets:
+            if bucket.kind in (kind, EVERY_KIND):
+                for item in bucket.items:
+                    start, end = item.interval
+                    rows[item.name] = rows.get(item.name, 0) + end - start
+        return rows
+
+    def first_workers(self, num_engines: int) -> list[int]:
+        """For each bucket, the worker that its rank sends it to; that worker passes it on to its peers.
+
+        Workers count over all engines: worker = engine * num_workers + kind. Engines take turns, so that each passes on
+        the same share.
+        """
+        workers = self.engine.num_workers
+        counts = {kind: 0 for kind in range(EVERY_KIND, workers)}
+        found = []
+        for bucket in self.buckets:
+            turn, counts[bucket.kind] = counts[bucket.kind], counts[bucket.kind] + 1
+            kind = bucket.kind if bucket.kind != EVERY_KIND else turn // num_engines % workers
+            found.append(turn % num_engines * workers + kind)
+        return found
 
     @property
     def max_bucket_bytes(self) -> int:
-        """Size of the one buffer that a rank needs."""
+        """Size of a buffer that takes any bucket."""
         return max((bucket.num_bytes for bucket in self.buckets), default=0)
 
     @property
@@ -118,19 +159,23 @@ def make_plan(
     slices_by_rank: Sequence[Iterable[WireItem]],
     *,
     bucket_bytes: int,
+    engine: EngineLayout = EngineLayout(),
     expected_shapes: Mapping[str, Sequence[int]] | None = None,
     excluded: Iterable[str] = (),
 ) -> PushPlan:
-    """Order the slices of all ranks layer by layer and cut them into buckets.
+    """Cut the slices of all ranks for the workers that load them, order them layer by layer and fill buckets.
 
     Args:
         slices_by_rank: for each trainer rank, the items it owns, in any order. No item belongs to two ranks.
-        bucket_bytes: upper limit of a bucket; an item larger than that gets a bucket of its own.
+        bucket_bytes: upper limit of a bucket; a single row that is larger gets a bucket of its own.
+        engine: the layout of every engine.
         expected_shapes: HF name -> shape of what the model folder holds; None skips this comparison.
         excluded: names of the model folder that are knowingly not pushed.
     Returns: the checked plan; equal on every rank that is given equal arguments.
     Raises: ProtocolError naming every tensor that is missing, unknown, overlapping or has a gap.
     """
+    if bucket_bytes < 1:
+        raise ProtocolError(f"push.bucket_bytes = {bucket_bytes} must be at least 1")
     slices_by_rank = [list(items) for items in slices_by_rank]
     excluded = tuple(sorted(excluded))
     faults = _coverage_faults(slices_by_rank)
@@ -139,12 +184,22 @@ def make_plan(
         faults += name_faults(sent, expected_shapes, excluded)
     if faults:
         raise ProtocolError("the push plan does not cover the model exactly once:\n" + first_lines(faults))
+    # layer -> rank -> kind -> items
+    layers: dict[tuple[int, int], dict[int, dict[int, list[WireItem]]]] = {}
+    for rank, items in enumerate(slices_by_rank):
+        for item in items:
+            of_rank = layers.setdefault(layer_key(item.name), {}).setdefault(rank, {})
+            for kind, piece in _cut(item, engine, min(PIECE_BYTES, bucket_bytes)):
+                of_rank.setdefault(kind, []).append(piece)
     buckets: list[Bucket] = []
-    for round_layers in _rounds(slices_by_rank, bucket_bytes):
-        for rank, items in enumerate(slices_by_rank):
-            mine = sorted((i for i in items if layer_key(i.name) in round_layers), key=_wire_order)
-            buckets += [Bucket(rank, tuple(chunk)) for chunk in _chunks(mine, bucket_bytes)]
-    return PushPlan(tuple(buckets), len(slices_by_rank), excluded)
+    for round_layers in _rounds(layers, bucket_bytes):
+        turns = [
+            (turn, rank, bucket)
+            for rank in range(len(slices_by_rank))
+            for turn, bucket in enumerate(_buckets_of_rank(rank, round_layers, engine.num_workers, bucket_bytes))
+        ]
+        buckets += [bucket for _, _, bucket in sorted(turns, key=lambda entry: entry[:2])]
+    return PushPlan(tuple(buckets), len(slices_by_rank), excluded, engine)
 
 
 def layer_key(name: str) -> tuple[int, int]:
@@ -237,24 +292,74 @@ def _coverage_faults(slices_by_rank: Sequence[Sequence[WireItem]]) -> list[str]:
     return sorted(faults)
 
 
-def _rounds(slices_by_rank: Sequence[Sequence[WireItem]], bucket_bytes: int) -> list[set[tuple[int, int]]]:
+def _cut(item: WireItem, engine: EngineLayout, piece_bytes: int) -> Iterator[tuple[int, WireItem]]:
+    """The pieces of an owned item, each with the kind of worker that it goes to."""
+    parts = parts_of(item.name, item.full_shape, engine)
+    if parts is not None and parts.dim != WHOLE and item.dim not in (WHOLE, parts.dim):
+        parts = None  # owned in rows, loaded in columns: every worker gets the rows and takes its columns
+    for interval, kinds in _intervals(item, parts, engine.num_workers):
+        for piece in _pieces(interval, piece_bytes):
+            for kind in kinds:
+                yield kind, piece
+
+
+def _intervals(item: WireItem, parts: Parts | None, num_workers: int) -> Iterator[tuple[WireItem, Sequence[int]]]:
+    """The item cut where the parts of the kinds begin and end, each cut with its kinds."""
+    if parts is None:
+        yield item, (EVERY_KIND,)
+        return
+    if parts.dim == WHOLE:
+        owners = [kind for kind, (_, end) in enumerate(parts.rows) if end]
+        yield item, owners if 0 < len(owners) < num_workers else (EVERY_KIND,)
+        return
+    low, high = (0, item.full_shape[parts.dim]) if item.dim == WHOLE else item.interval
+    bounds = sorted({low, high, *(row for rows in parts.rows for row in rows if low < row < high)})
+    for start, end in zip(bounds, bounds[1:]):
+        kinds = [kind for kind, (first, last) in enumerate(parts.rows) if first <= start and end <= last]
+        is_item = (start, end) == (low, high)
+        cut = item if is_item else WireItem(item.name, item.dtype, item.full_shape, parts.dim, start, end - start)
+        # Rows that no kind is said to load go to all: the table is then no argument for leaving something out.
+        yield cut, kinds if 0 < len(kinds) < num_workers else (EVERY_KIND,)
+
+
+def _pieces(item: WireItem, piece_bytes: int) -> Iterator[WireItem]:
+    """The item in pieces of at most `piece_bytes`, or of one row."""
+    if item.num_bytes <= piece_bytes or not item.full_shape:
+        yield item
+        return
+    dim = max(item.dim, 0)
+    start, end = (0, item.full_shape[0]) if item.dim == WHOLE else item.interval
+    step = max(1, piece_bytes // (item.num_bytes // (end - start)))
+    for low in range(start, end, step):
+        yield WireItem(item.name, item.dtype, item.full_shape, dim, low, min(step, end - low))
+
+
+def _rounds(
+    layers: Mapping[tuple[int, int], dict[int, dict[int, list[WireItem]]]], bucket_bytes: int
+) -> list[list[dict[int, dict[int, list[WireItem]]]]]:
     """Runs of neighbouring layers, each of at most `bucket_bytes` over all ranks (one layer at least)."""
-    if bucket_bytes < 1:
-        raise ProtocolError(f"push.bucket_bytes = {bucket_bytes} must be at least 1")
-    layer_bytes: dict[tuple[int, int], int] = {}
-    for items in slices_by_rank:
-        for item in items:
-            key = layer_key(item.name)
-            layer_bytes[key] = layer_bytes.get(key, 0) + _aligned(item.num_bytes)
-    rounds: list[set[tuple[int, int]]] = []
+    rounds: list[list] = []
     filled = 0
-    for key in sorted(layer_bytes):
-        if not rounds or filled + layer_bytes[key] > bucket_bytes:
-            rounds.append(set())
+    for key in sorted(layers):
+        size = sum(_aligned(i.num_bytes) for kinds in layers[key].values() for items in kinds.values() for i in items)
+        if not rounds or filled + size > bucket_bytes:
+            rounds.append([])
             filled = 0
-        rounds[-1].add(key)
-        filled += layer_bytes[key]
+        rounds[-1].append(layers[key])
+        filled += size
     return rounds
+
+
+def _buckets_of_rank(
+    rank: int, layers: Sequence[Mapping[int, Mapping[int, list[WireItem]]]], num_workers: int, bucket_bytes: int
+) -> list[Bucket]:
+    """What one rank sends of a round, beginning with another kind than its neighbour."""
+    kinds = [EVERY_KIND, *range(num_workers)]
+    found = []
+    for kind in kinds[rank % len(kinds) :] + kinds[: rank % len(kinds)]:
+        items = sorted((i for layer in layers for i in layer.get(rank, {}).get(kind, ())), key=_wire_order)
+        found += [Bucket(rank, tuple(chunk), kind) for chunk in _chunks(items, bucket_bytes)]
+    return found
 
 
 def _chunks(items: Sequence[WireItem], bucket_bytes: int) -> list[list[WireItem]]:

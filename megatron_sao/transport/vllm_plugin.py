@@ -7,6 +7,8 @@ Invariants:
 - a push is accepted only if it delivers exactly the tensors of the model folder the engine was started from, and every
   module with parameters received some; only then does finish_weight_update succeed and vLLM publish the version;
 - the published policy_version never falls;
+- a worker gets only the rows that its kind loads; the others are NaN, and a push after which a module holds NaN is
+  refused, so that a wrong row in `engine_layout` cannot become wrong weights;
 - after a failed update the engine must not serve: part of its modules wait for weights. The next start cleans up, and
   a whole push makes it right again.
 """
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,15 +26,18 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_sao.errors import CheckpointError, ProtocolError
+from megatron_sao.transport.engine_layout import EngineLayout
 from megatron_sao.transport.group import WeightGroup, weight_group
 from megatron_sao.transport.hf_shapes import read_shapes
 from megatron_sao.transport.plan import PushPlan, decode_plan, first_lines, name_faults
 from megatron_sao.transport.receiver import NamedTensors, WeightReceiver
+from megatron_sao.transport.sender import holds_nan
 
 BACKEND = "sao"
 
@@ -77,6 +83,9 @@ class _Update:
 
     moe_kernels: list[tuple[Any, Any]] = field(default_factory=list)  # (quant method, kernel it had)
     tied_modules: list[torch.nn.Module] = field(default_factory=list)  # served by the parameters of another module
+    watched: list[QuantizeMethodBase] = field(default_factory=list)  # tell of poison in what they process
+    poisoned: list[str] = field(default_factory=list)  # modules that hold NaN
+    is_finalized: bool = False  # the modules have left the loading state
     received_version: int | None = None
 
 
@@ -101,6 +110,7 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
         if plan.hash != init_info.plan_hash:
             raise ProtocolError(f"the push plan hashes to {plan.hash}, the trainer says {init_info.plan_hash}")
         self._check_names(plan)
+        self._check_layout(plan.engine)
         config = self.parallel_config
         worker = config.data_parallel_index * config.world_size + config.rank
         self._group = weight_group(
@@ -121,6 +131,8 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
             # an error, so bring them back to a loadable state first (vLLM 0.32, reload/layerwise.py).
             self._finalize()
         self._update = _Update(self._drop_cpu_moe_kernels())
+        if self._plan.engine.num_workers > 1:
+            self._watch_for_poison()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -133,7 +145,7 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
         if self._receiver is None or self._update is None:
             raise ProtocolError("update_weights came before start_weight_update")
         self._receiver.receive(
-            update_info.policy_version, load=self._load, verify=self._check_every_module, fault=self._fault(update_info)
+            update_info.policy_version, load=self._load, verify=self._verify, fault=self._fault(update_info)
         )
         self._update.received_version = update_info.policy_version
 
@@ -141,9 +153,8 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
         """Make the received weights the ones that serve. vLLM publishes the version after this succeeded."""
         if self._update is None or self._update.received_version is None:
             raise ProtocolError("finish_weight_update came, but no whole push has arrived; no version is published")
-        version = self._update.received_version
-        self._finalize()
-        self._published_version = version
+        self._published_version = self._update.received_version
+        self._update = None
 
     def shutdown(self) -> None:
         """Leave the weight group; the engine keeps serving."""
@@ -165,8 +176,58 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
     def _load(self, tensors: NamedTensors) -> None:
         self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
 
+    def _verify(self) -> None:
+        """All tensors were loaded: make them the ones that serve, and see that they are whole.
+
+        Before the end of the push, so that the other ranks hear of what is wrong; a version is published only after it.
+        """
+        self._check_every_module()
+        self._finalize()
+        poisoned = self._update.poisoned + self._poisoned_without_method()
+        if poisoned:
+            raise ProtocolError(
+                f"{len(poisoned)} modules of worker {self._receiver.kind} hold NaN: they took rows that "
+                "transport/engine_layout.py does not send to this worker, or that vLLM does not load as the table says:\n"
+                f"{first_lines(poisoned)}"
+            )
+
+    def _watch_for_poison(self) -> None:
+        """Look at the parameters of each module when all are loaded and before they are packed or quantised.
+
+        A hook must not raise: a module left half-way through its processing would serve garbage after the next push.
+        """
+        names = {module: name for name, module in self.model.named_modules()}
+
+        def watch(method: QuantizeMethodBase) -> None:
+            process = method.process_weights_after_loading
+
+            def look_and_process(layer: torch.nn.Module) -> None:
+                if any(p is not None and not p.is_meta and holds_nan(p.data) for p in layer._parameters.values()):
+                    self._update.poisoned.append(names.get(layer, type(layer).__name__))
+                process(layer)
+
+            method.process_weights_after_loading = look_and_process
+            self._update.watched.append(method)
+
+        for module in names:
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase) and not any(method is m for m in self._update.watched):
+                watch(method)
+
+    def _poisoned_without_method(self) -> list[str]:
+        """Names of the modules whose parameters serve as they were loaded, and hold NaN."""
+        if self._plan.engine.num_workers == 1:
+            return []
+        return [
+            name for name, module in self.model.named_modules()
+            if not isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
+            and any(p is not None and not p.is_meta and holds_nan(p.data) for p in module._parameters.values())
+        ]
+
     def _finalize(self) -> None:
         """Process what was loaded and leave the loading state; modules that got nothing keep their old weights."""
+        if self._update.is_finalized:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         for quant_method, kernel in self._update.moe_kernels:
             if quant_method.moe_kernel is None:
@@ -176,7 +237,9 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
             # fluent garbage without this.
             for module in self._update.tied_modules:
                 module.quant_method.process_weights_after_loading(module)
-        self._update = None
+        for method in self._update.watched:
+            del method.process_weights_after_loading  # the class's own serves again
+        self._update.is_finalized = True
 
     def _drop_cpu_moe_kernels(self) -> list[tuple[Any, Any]]:
         """On a CPU, forget the MoE kernels so that the reload packs the new expert weights.
@@ -193,6 +256,21 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
                 dropped.append((quant_method, quant_method.moe_kernel))
                 quant_method.moe_kernel = None
         return dropped
+
+    def _check_layout(self, layout: EngineLayout) -> None:
+        """The plan must be made for engines as this one is: a worker of another kind would get the wrong rows."""
+        config, rank = self.parallel_config, get_tensor_model_parallel_rank()
+        faults = []
+        if config.world_size != config.tensor_parallel_size or config.rank != rank:
+            faults.append(f"worker {config.rank} of {config.world_size} has tensor-parallel rank {rank} of "
+                          f"{config.tensor_parallel_size}; only tensor-parallel engines can take a push")
+        if config.tensor_parallel_size != layout.num_workers:
+            faults.append(f"this engine has {config.tensor_parallel_size} workers, the plan {layout.num_workers} "
+                          "(engine.tensor_parallel)")
+        if layout.num_workers > 1 and bool(config.enable_expert_parallel) != layout.expert_parallel:
+            faults.append(f"expert parallelism is {config.enable_expert_parallel} here, {layout.expert_parallel} in the plan")
+        if faults:
+            raise ProtocolError("the push plan does not fit the layout of this engine: " + "; ".join(faults))
 
     def _check_names(self, plan: PushPlan) -> None:
         """The plan must deliver what the engine was loaded from: then no module can be left with old weights."""

@@ -6,7 +6,10 @@ import sys
 import pytest
 
 from megatron_sao.errors import ProtocolError
-from megatron_sao.transport.plan import Bucket, WireItem, decode_plan, encode_plan, layer_key, make_plan, name_faults
+from megatron_sao.transport.engine_layout import EngineLayout
+from megatron_sao.transport.plan import (
+    EVERY_KIND, Bucket, WireItem, decode_plan, encode_plan, layer_key, make_plan, name_faults,
+)  # fmt: skip
 
 
 def whole(name: str, *shape: int, dtype: str = "float32") -> WireItem:
@@ -43,12 +46,25 @@ def test_no_layer_waits_for_another_when_several_ranks_send():
     assert sent == [(rank, f"{layer(i)}.{rank}.weight") for i in range(3) for rank in range(2)]
 
 
-def test_buckets_keep_the_limit_unless_one_item_exceeds_it():
-    items = [whole(f"{layer(0)}.{name}", size) for name, size in (("a", 8), ("b", 8), ("c", 8), ("d", 100))]
+def test_buckets_keep_the_limit_unless_one_row_exceeds_it():
+    items = [whole(f"{layer(0)}.{name}", *shape) for name, *shape in (("a", 8), ("b", 8), ("c", 8), ("d", 3, 100))]
     plan = make_plan([items], bucket_bytes=64)
-    assert [[item.name[-1] for item in bucket.items] for bucket in plan.buckets] == [["a", "b"], ["c"], ["d"]]
-    assert [bucket.num_bytes for bucket in plan.buckets] == [64, 32, 400]
-    assert plan.max_bucket_bytes == 400 and plan.num_bytes == 496
+    sent = [[item.name[-1] for item in bucket.items] for bucket in plan.buckets]
+    assert sent == [["a", "b"], ["c"], ["d"], ["d"], ["d"]]
+    assert [bucket.num_bytes for bucket in plan.buckets] == [64, 32, 400, 400, 400]
+    assert plan.max_bucket_bytes == 400 and plan.num_bytes == 1296
+
+
+def test_large_tensors_travel_in_pieces_that_cover_them_once():
+    shape = (5000, 1024)  # 20 MB in pieces of at most 16 MiB
+    plan = make_plan([[whole("t", *shape)]], bucket_bytes=64 << 20)
+    assert [(item.dim, item.start, item.length) for bucket in plan.buckets for item in bucket.items] == [
+        (0, 0, 4096), (0, 4096, 904),
+    ]  # fmt: skip
+    plan = make_plan([[rows("t", (1024, 5000), 1, 0, 5000)]], bucket_bytes=8 << 20)
+    assert [(item.dim, item.start, item.length) for bucket in plan.buckets for item in bucket.items] == [
+        (1, 0, 2048), (1, 2048, 2048), (1, 4096, 904),
+    ]  # fmt: skip
 
 
 def test_items_start_at_aligned_offsets_so_that_any_dtype_can_be_viewed():
@@ -76,6 +92,73 @@ def test_encoding_round_trips_and_the_hash_sees_every_change():
 def test_bytes_that_are_no_plan_are_refused():
     with pytest.raises(ProtocolError, match="no push plan"):
         decode_plan(b"\x93\x01\x02\x03")
+
+
+# ---- who gets what ----------------------------------------------------------------------------------------------
+
+
+def received(plan, kind: int) -> dict[str, list[tuple[int, int, int]]]:
+    """name -> (dim, start, end) of what a worker gets, in rows."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for bucket in plan.buckets:
+        if bucket.kind in (kind, EVERY_KIND):
+            for item in bucket.items:
+                found.setdefault(item.name, []).append((item.dim, *item.interval))
+    return {name: sorted(pieces) for name, pieces in found.items()}
+
+
+def test_each_kind_gets_its_rows_and_what_all_load_travels_once():
+    q, o, k = (f"{layer(0)}.self_attn.{part}_proj.weight" for part in "qok")
+    norm = f"{layer(0)}.input_layernorm.weight"
+    by_rank = [
+        [rows(q, (8, 4), 0, 0, 6), whole(o, 4, 8), whole(norm, 4)],
+        [rows(q, (8, 4), 0, 6, 2), whole(k, 2, 4)],
+    ]
+    plan = make_plan(by_rank, bucket_bytes=1024, engine=EngineLayout(2, num_kv_heads=1))
+    assert received(plan, 0) == {q: [(0, 0, 4)], o: [(1, 0, 4)], norm: [(-1, 0, 1)], k: [(-1, 0, 1)]}
+    assert received(plan, 1) == {q: [(0, 4, 6), (0, 6, 8)], o: [(1, 4, 8)], norm: [(-1, 0, 1)], k: [(-1, 0, 1)]}
+    assert plan.needed_rows(1) == {q: 4, o: 4, norm: 1, k: 1}
+    sent = sum(b.num_bytes for b in plan.buckets)
+    assert sent == 4 * (32 + 32 + 4 + 8) == plan.num_bytes == plan.sent_bytes(0) + plan.sent_bytes(1)
+
+
+def test_heads_that_some_workers_share_are_sent_to_each_of_them():
+    k = f"{layer(0)}.self_attn.k_proj.weight"
+    plan = make_plan([[whole(k, 4, 4)]], bucket_bytes=1024, engine=EngineLayout(4, num_kv_heads=2))
+    assert [received(plan, kind)[k] for kind in range(4)] == [[(0, 0, 2)], [(0, 0, 2)], [(0, 2, 4)], [(0, 2, 4)]]
+    assert plan.num_bytes == 2 * 4 * 16
+
+
+def test_rows_cut_one_way_and_loaded_the_other_go_to_all():
+    o = f"{layer(0)}.self_attn.o_proj.weight"
+    by_rank = [[rows(o, (4, 8), 0, 0, 2)], [rows(o, (4, 8), 0, 2, 2)]]
+    plan = make_plan(by_rank, bucket_bytes=1024, engine=EngineLayout(2))
+    assert received(plan, 0) == received(plan, 1) == {o: [(0, 0, 2), (0, 2, 4)]}
+
+
+def test_neighbours_in_the_order_come_from_other_ranks_and_go_to_other_workers():
+    by_rank = [[whole(f"{layer(0)}.mlp.experts.{rank}.up_proj.weight", 8, 4)] for rank in range(2)]
+    plan = make_plan(by_rank, bucket_bytes=1024, engine=EngineLayout(2))
+    assert [(b.src_rank, b.kind) for b in plan.buckets] == [(0, 0), (1, 1), (0, 1), (1, 0)]
+    # Three engines of two workers; worker = engine * 2 + kind. Engines take turns within a kind.
+    assert plan.first_workers(3) == [0, 1, 3, 2]
+    for number, bucket in zip(plan.first_workers(1), plan.buckets):
+        assert number == bucket.kind
+
+
+def test_what_every_worker_loads_enters_the_engines_by_all_their_workers_in_turn():
+    plan = make_plan([[whole(f"{layer(i)}.norm", 4) for i in range(6)]], bucket_bytes=16, engine=EngineLayout(2))
+    assert [b.kind for b in plan.buckets] == [EVERY_KIND] * 6
+    assert plan.first_workers(2) == [0, 2, 1, 3, 0, 2]
+
+
+def test_the_hash_sees_the_layout_of_the_engines():
+    items = [[whole("model.norm.weight", 4)]]
+    hashes = {make_plan(items, bucket_bytes=64, engine=EngineLayout(n)).hash for n in (1, 2, 4)}
+    assert len(hashes) == 3
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def trainer(rank: int, commands) -> None:
                 if fault == "lacks a tensor":
                     del weights["model.norm.weight"]
                 if fault == "dies":
-                    die_at_broadcast(group, len(plan.buckets) // 2)
+                    die_in_the_middle(group, len(plan.buckets) // 2)
                 sender.send(lambda item: view_of(weights, item), version)
                 result = "sent"
         except Exception as error:  # handed to the test
@@ -87,16 +87,15 @@ def view_of(weights: dict[str, torch.Tensor], item: WireItem) -> torch.Tensor:
     return whole if item.dim < 0 else whole.narrow(item.dim, item.start, item.length)
 
 
-def die_at_broadcast(group, count: int) -> None:
-    broadcast, calls = group.broadcast, []
+def die_in_the_middle(group, number: int) -> None:
+    send = group.send
 
-    def counted(tensor, src_rank):
-        calls.append(src_rank)
-        if len(calls) == count:
+    def send_or_die(tensor, dst_rank, tag):
+        if tag >= number:
             os._exit(1)
-        broadcast(tensor, src_rank)
+        return send(tensor, dst_rank, tag)
 
-    group.broadcast = counted
+    group.send = send_or_die
 
 
 class Trainers:
