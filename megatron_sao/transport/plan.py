@@ -354,9 +354,8 @@ def _buckets_of_rank(
     rank: int, layers: Sequence[Mapping[int, Mapping[int, list[WireItem]]]], num_workers: int, bucket_bytes: int
 ) -> list[Bucket]:
     """What one rank sends of a round, beginning with another kind than its neighbour."""
-    kinds = [EVERY_KIND, *range(num_workers)]
     found = []
-    for kind in kinds[rank % len(kinds) :] + kinds[: rank % len(kinds)]:
+    for kind in [EVERY_KIND, *((rank + turn) % num_workers for turn in range(num_workers))]:
         items = sorted((i for layer in layers for i in layer.get(rank, {}).get(kind, ())), key=_wire_order)
         found += [Bucket(rank, tuple(chunk), kind) for chunk in _chunks(items, bucket_bytes)]
     return found
