@@ -89,7 +89,7 @@ def assert_equal_steps(results, expected):
         seen = set()
         for found, _, _ in results:
             for key, wanted in metrics.items():
-                assert found[name][0][key] == pytest.approx(wanted, abs=2e-5, rel=2e-5), (name, key)
+                assert found[name][0][key] == pytest.approx(wanted, abs=1e-5, rel=1e-5), (name, key)
             for number, value in found[name][1].items():
                 torch.testing.assert_close(value, values[number], atol=1e-5, rtol=1e-5)
             seen |= set(found[name][1])

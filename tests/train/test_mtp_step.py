@@ -120,7 +120,7 @@ def test_steps_are_equal_on_every_layout(folder, trained, layout):
     results = run_ranks(world_size, steps, folder, overrides, timeout_s=150)
     for metrics, *_ in results:
         for found, expected in zip(metrics, trained[0][0], strict=True):
-            assert found == pytest.approx(expected, abs=2e-5, rel=2e-5)
+            assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
     for role in ("policy", "value"):
         expected, found = whole(trained, role), whole(results, role)
         assert found.keys() == expected.keys()

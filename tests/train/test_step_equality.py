@@ -164,7 +164,7 @@ def assert_equal_steps(results, reference, what=("metrics", "gradients", "weight
     for step in range(2) if "metrics" in what else ():
         for name, expected in reference[0][step].items():
             for metrics, *_ in results:
-                assert metrics[step][name] == pytest.approx(expected, abs=2e-5, rel=2e-5), (step, name)
+                assert metrics[step][name] == pytest.approx(expected, abs=1e-5, rel=1e-5), (step, name)
     for model in ("policy", "value"):
         for which in [number for number, name in ((1, "gradients"), (2, "weights")) if name in what]:
             expected, found = whole([reference], which, model), whole(results, which, model)
