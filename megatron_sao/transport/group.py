@@ -29,11 +29,12 @@ class Transfer:
     """A message on its way; `wait` before its tensor is used again."""
 
     def __init__(self, group: "WeightGroup", work: dist.Work, what: str):
-        self._group, self._work, self._what = group, work, what
+        self._group, self._what = group, what
+        self._work: dist.Work | None = work  # held here alone: gloo closes no socket while somebody holds one
 
     def wait(self) -> None:
         """Raises: ProtocolError when the peer is gone or late."""
-        self._group._finish(self._work, self._what)
+        self._group._finish(self, self._what)
 
 
 class WeightGroup:
@@ -56,6 +57,7 @@ class WeightGroup:
         self._backend = backend
         self._make = make
         self._deadline: float | None = None
+        self._open: set[Transfer] = set()
         self._subgroups: list[WeightGroup] = []
         self._parent: WeightGroup | None = None
 
@@ -130,6 +132,9 @@ class WeightGroup:
         """Leave the group; waiting peers get an error. Effect: closes the sockets."""
         for group in self._subgroups:
             group.close()
+        for transfer in self._open:
+            transfer._work = None
+        self._open.clear()
         backend, self._backend = self._backend, None
         if backend is None:
             return
@@ -155,28 +160,34 @@ class WeightGroup:
         if self._backend is None:
             raise ProtocolError("the weight group was closed; join a new one before the next push")
         try:
-            return Transfer(self, start(), what)
+            transfer = Transfer(self, start(), what)
+            self._open.add(transfer)
+            return transfer
         except RuntimeError as error:
             raise self._broken(what, 0.0, error) from error
 
-    def _finish(self, work: dist.Work, what: str) -> None:
+    def _finish(self, transfer: Transfer, what: str) -> None:
         started = time.monotonic()
+        if transfer not in self._open:
+            raise ProtocolError(f"the weight group was closed before {what} was over")
         try:
             if self.device.type == "cuda":
-                self._poll(work)
+                self._poll(transfer)
             else:
-                work.wait(timedelta(seconds=self.remaining_s()))
+                transfer._work.wait(timedelta(seconds=self.remaining_s()))
         except RuntimeError as error:
             raise self._broken(what, time.monotonic() - started, error) from error
+        self._open.discard(transfer)
+        transfer._work = None
 
-    def _poll(self, work: dist.Work) -> None:
+    def _poll(self, transfer: Transfer) -> None:
         """Wait for the bytes themselves. NCCL's own wait orders streams only, and its watchdog ends the process."""
         limit = time.monotonic() + self.remaining_s()
-        while not work.is_completed():
+        while not transfer._work.is_completed():
             if time.monotonic() > limit:
                 raise RuntimeError("timed out")
             time.sleep(0.0002)
-        work.wait()
+        transfer._work.wait()
 
     def _broken(self, what: str, waited_s: float, error: RuntimeError) -> ProtocolError:
         """The error to raise. Effect: leaves the group, so that ranks that wait for this one hear of it at once."""
