@@ -1,10 +1,10 @@
 """A run of hundreds of GPUs on a laptop, without a GPU and without network:
 
-    python -m megatron_sao.cli.plan --config configs/glm5.2_744b_a40b.toml
+    python -m megatron_sao.cli.plan --config configs/glm5.2_744b_a40b.toml [--push]
 
 Builds policy and value model of every distinct rank on the meta device, in a fake world of the real size, and prints
-what each holds, keeps and sends, and whether it fits (exit code 0; `EXIT_DOES_NOT_FIT` if not). Of the model folder
-only config.json is read.
+what each holds, keeps and sends, and whether it fits (exit code 0; `EXIT_DOES_NOT_FIT` if not). With --push: what a
+weight push moves between all ranks and workers, and how long it takes. Of the model folder only config.json is read.
 """
 
 import json
@@ -17,15 +17,18 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_sao.cli.options import Options, parse_options, run_command
+from megatron_sao.cli.plan_push import print_push
 from megatron_sao.config import Config, check_model_fits, load_config
 from megatron_sao.convert.family import check_stage_starts, read_shape
 from megatron_sao.errors import ConfigError
+from megatron_sao.transport.forecast import Link
 
 GIB, MIB = 2**30, 2**20
 GPU_GIB, RESERVE_GIB = 80.0, 6.0
 EXIT_DOES_NOT_FIT = 10  # beyond the codes of errors.py
 GPUS_PER_NODE = 8
 FILE_COLUMNS = 120  # of tables that go to a file
+LINK_GBPS, MESSAGE_US = 400.0, 20.0
 
 _ABOUT = "The memory, traffic and balance of a run, without running it."
 _VALUES = {
@@ -34,11 +37,14 @@ _VALUES = {
     "reserve-gib": "of it for the CUDA context, NCCL, fragments of the allocator and experts that get more than their"
     f" share of tokens (default {RESERVE_GIB:g})",
     "mean-tokens": "assumed length of a trajectory (default sampling.max_trajectory_tokens)",
+    "link-gbps": f"of --push: network of each GPU in Gb/s, each way (default {LINK_GBPS:g})",
+    "message-us": f"of --push: what a message costs besides its bytes, in microseconds (default {MESSAGE_US:g})",
 }
+_SWITCHES = {"push": "predict a weight push from the trainer to the engines instead"}
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse_options(argv, about=_ABOUT, values=_VALUES, switches={})
+    options = parse_options(argv, about=_ABOUT, values=_VALUES, switches=_SWITCHES)
     config = _config(options)
     gpu_gib = _number(options, "gpu-gib", GPU_GIB)
     reserve_gib = _number(options, "reserve-gib", RESERVE_GIB)
@@ -59,10 +65,17 @@ def main(argv: Sequence[str]) -> int:
     logging.disable(logging.WARNING)
     from megatron_sao.observe.progress import Progress
     from megatron_sao.train.plan import make_plan
+    from megatron_sao.train.push_plan import plan_push
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_COLUMNS)
+    if "push" in options.switches:
+        link = Link(_number(options, "link-gbps", LINK_GBPS) * 1e9 / 8, _number(options, "message-us", MESSAGE_US) / 1e6)
+        with Progress(console) as progress:
+            push = plan_push(config, hf_config, lambda done, total: progress.update("ranks", done, total))
+        print_push(console, config, push, link)
+        return 0
     with Progress(console) as progress:
         plan = make_plan(config, hf_config, mean_tokens, lambda done, total: progress.update("stages", done, total))
     return _Report(console, config, plan, gpu_gib, reserve_gib).print()

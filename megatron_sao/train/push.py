@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from megatron_sao.records import Hello, PushDone, PushGo, PushRequest, PushSent,
 from megatron_sao.train.link import SchedulerLink
 from megatron_sao.transport.engine_layout import WHOLE, EngineLayout
 from megatron_sao.transport.group import WeightGroup, host_store, weight_group
-from megatron_sao.transport.plan import WireItem, encode_plan, make_plan
+from megatron_sao.transport.plan import PushPlan, WireItem, encode_plan, make_plan
 from megatron_sao.transport.sender import WeightSender
 
 
@@ -33,6 +33,28 @@ def engine_layout(config: Config, shape: ModelShape) -> EngineLayout:
         num_workers=config.engine.tensor_parallel,
         num_kv_heads=0 if shape.mla else shape.num_kv_groups,
         num_experts=shape.num_experts,
+    )
+
+
+def push_plan(
+    slices_by_rank: Sequence[Sequence[WeightSlice]],
+    shape: ModelShape,
+    config: Config,
+    names: Mapping[str, tuple[int, ...]],
+    excluded: Sequence[str] = (),
+) -> PushPlan:
+    """The plan of a run's pushes, from what each rank gives.
+
+    Args:
+        names, excluded: as `Pusher` has them.
+    Raises: ProtocolError, as `make_plan`.
+    """
+    return make_plan(
+        [[wire_item(piece) for piece in pieces] for pieces in slices_by_rank],
+        bucket_bytes=config.push.bucket_bytes,
+        engine=engine_layout(config, shape),
+        expected_shapes=names,
+        excluded=excluded,
     )
 
 
@@ -57,14 +79,7 @@ class Pusher:
         Collective: every rank of the world.
         """
         self._exporter, self._config, self._link, self._host = exporter, config, link, host
-        by_rank = [[wire_item(p) for p in pieces] for pieces in exporter.slices_by_rank]
-        self._plan = make_plan(
-            by_rank,
-            bucket_bytes=config.push.bucket_bytes,
-            engine=engine_layout(config, exporter.shape),
-            expected_shapes=names,
-            excluded=excluded,
-        )
+        self._plan = push_plan(exporter.slices_by_rank, exporter.shape, config, names, excluded)
         self._pieces: dict[str, list[WeightSlice]] = {}
         for piece in exporter.slices_by_rank[world_rank()]:
             self._pieces.setdefault(piece.hf_name, []).append(piece)

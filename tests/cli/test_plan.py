@@ -156,3 +156,31 @@ def test_a_stage_that_starts_without_an_indexer_is_refused():
     code, errors = plan("--config", CONFIGS / "glm5.2_744b_a40b.toml", *stages)
     assert code == 2
     assert "pipeline stage 1 starts on layer 19, but" in errors and "may start: 0, 1, 2, 6, 10" in errors
+
+
+def test_a_push_is_predicted_from_the_plan_that_the_trainer_makes(tiny):
+    """All four ranks of TP2 x EP2 x DP2 hold something of their own; the two workers of an engine take half of most."""
+    layout = ["--parallel.tp", 2, "--parallel.ep", 2, "--parallel.dp", 2, "--engine.count", 2]
+    code, text = plan(tiny, "--push", *layout, "--engine.tensor_parallel", 2, "--link-gbps", 8)
+    assert code == 0, text
+    assert "one push: 4 trainer ranks (tp 2 x pp 1 x cp 1 x dp 2, ep 2 x etp 1) to 2 engines of 2 workers" in text
+    assert "8 Gb/s each way for each of them" in text and "critical path: fill" in text
+    ((_, least, mean, most, *_),) = cells(text, "sent by a trainer rank")
+    assert 0 <= float(least) <= float(mean) <= float(most)
+    assert 1 <= float(re.search(r"most loaded / mean = ([\d.]+)", text)[1]) < 1.5
+    code, errors = plan(tiny, "--push", "--link-gbps", "fast")
+    assert code == 2 and "--link-gbps fast is no positive number" in errors
+
+
+def test_the_push_of_744b_parameters_is_balanced_and_planned_by_one_small_process():
+    """As a user starts it: at most 120 s and 8 GB."""
+    command = [sys.executable, "-m", "megatron_sao.cli.plan", "--config", "configs/glm5.2_744b_a40b.toml", "--push"]
+    process = subprocess.Popen(command, cwd=CLONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, text
+    assert "256 trainer ranks" in text and "4 engines of 32 workers; 400 Gb/s" in text
+    assert 1 <= float(re.search(r"most loaded / mean = ([\d.]+)", text)[1]) <= 1.15
+    assert usage.ru_maxrss * 1024 < 8e9 and usage.ru_utime + usage.ru_stime < 120
+    print(f"{usage.ru_utime + usage.ru_stime:.0f} s, {usage.ru_maxrss / 2**20:.1f} GiB\n{text}")

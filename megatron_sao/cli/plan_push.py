@@ -1,0 +1,67 @@
+"""Prints what one weight push of a run would move, and how long it would take (`cli/plan.py --push`)."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_sao.config import Config
+from megatron_sao.transport.forecast import Link, PushForecast, forecast
+from megatron_sao.transport.plan import PushPlan
+
+GIB, MIB = 2**30, 2**20
+
+_WORDS = """\
+A rank sends each bucket once, to one worker, which passes it on to the same worker of the other engines (to all, if all
+load it); every engine begins as many. A worker passes on what it took before it takes the next, unless both come from
+ranks. The path follows the buckets of the plan in their order; filling the next one and loading the last one are taken
+as no slower than the link. Not counted: the pause before, the agreement of all at both ends, switches that are shared."""
+
+
+def print_push(console: Console, config: Config, plan: PushPlan, link: Link) -> None:
+    """Print the forecast of one push."""
+    p, e = config.parallel, config.engine
+    found = forecast(plan, num_engines=e.count, link=link)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(
+        f"one push: {p.world_size} trainer ranks (tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp}, ep {p.ep} x etp {p.etp})"
+        f" to {e.count} engines of {e.tensor_parallel} workers; {link.bytes_per_s * 8 / 1e9:g} Gb/s each way for each of"
+        f" them, {link.message_s * 1e6:g} us a message"
+    )
+    num_items = sum(len(bucket.items) for bucket in plan.buckets)
+    sent = sum(found.sent_bytes)
+    say(
+        f"plan {plan.hash}: {len(plan.expected):,} tensors in {num_items:,} pieces and {len(plan.buckets):,} buckets, the"
+        f" largest {plan.max_bucket_bytes / MIB:,.1f} MiB (each rank and worker holds two); {sent / GIB:,.1f} GiB sent"
+    )
+    _print_table(console, found)
+    say(f"senders: most loaded / mean = {found.balance:.3f}")
+    say(
+        f"critical path: fill {_s(found.filling_s)} + transfer {_s(found.transfer_s)} + load {_s(found.loading_s)} ="
+        f" {_s(found.total_s)} seconds; never waiting, the busiest rank would need {_s(found.sending_s)}, the busiest"
+        f" worker {_s(found.receiving_s)}"
+    )
+    say(_WORDS)
+
+
+def _print_table(console: Console, found: PushForecast) -> None:
+    table = Table(title="Bytes of one push, GiB", title_justify="left", title_style="bold")
+    columns = ["", "least", "mean", "most", "messages, most", "seconds at the link, most"]
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    table.add_row("sent by a trainer rank", *_spread(found.sent_bytes), f"{max(found.num_sent):,}", _s(found.sending_s))
+    table.add_row(
+        "taken by a worker", *_spread(found.received_bytes), f"{max(found.num_received):,}", _s(found.receiving_s)
+    )
+    console.print(table)
+
+
+def _spread(sizes: Sequence[int]) -> list[str]:
+    return [f"{size / GIB:,.3f}" for size in (min(sizes), sum(sizes) / len(sizes), max(sizes))]
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3f}"
