@@ -97,6 +97,7 @@ def engine_settings(
         host=engine.host,
         port=port if port is not None else engine.port + number if engine.port else 0,
         dtype=engine.dtype,
+        quantization=engine.quantization,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         kv_cache_bytes=engine.kv_cache_bytes,

@@ -58,6 +58,11 @@ def check_device(cfg: Config, has_cuda: bool) -> None:
     """Raises ConfigError for settings that need a GPU where there is none."""
     if cfg.push.backend == "nccl" and not has_cuda:
         raise ConfigError('push.backend = "nccl" needs CUDA in the trainer and the engines; use "gloo" here')
+    if cfg.engine.quantization != "none" and not has_cuda:
+        raise ConfigError(
+            f'engine.quantization = "{cfg.engine.quantization}" needs CUDA in the engines: vLLM\'s CPU build has no FP8'
+            ' experts without AMX tiles; use "none" here'
+        )
     kernel = cfg.parallel.sparse_attention_kernel
     if kernel != "none" and not has_cuda:
         raise ConfigError(f'parallel.sparse_attention_kernel = "{kernel}" needs CUDA in the trainer; use "none" here')

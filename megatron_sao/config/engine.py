@@ -13,6 +13,9 @@ class Engine(Section):
     host: str = Field("127.0.0.1", min_length=1, description="address the servers listen on")
     port: int = Field(0, ge=0, le=65535, description="of the first server, the next ones follow; 0 = pick free ports")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the servers")
+    quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = Field(
+        "none", description="what vLLM makes of the matrices as they arrive: FP8 with one scale for each of these"
+    )
     max_model_len: int = Field(256, ge=2, description="longest sequence a server accepts, in tokens")
     kv_cache_bytes: int = Field(64 * 2**20, ge=1, description="memory of the key/value cache of one worker")
     max_num_seqs: int = Field(64, ge=1, description="requests one server runs at the same time")

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 import megatron_sao
-from megatron_sao.errors import EngineError
+from megatron_sao.errors import ConfigError, EngineError
 from megatron_sao.transport.hf_shapes import check_model_folder
 
 MODEL_NAME = "policy"  # the name under which the server offers its model
@@ -44,6 +44,7 @@ class EngineSettings:
     host: str = "127.0.0.1"
     port: int = 0  # 0 = a free one
     dtype: str = "float32"
+    quantization: str = "none"  # else a name that vLLM's --quantization takes: weights are quantised as they arrive
     max_model_len: int = 256  # tokens
     max_num_seqs: int = 64
     kv_cache_bytes: int = 64 * 2**20  # of one worker
@@ -77,9 +78,14 @@ class EngineProcess:
     def start(self) -> "EngineProcess":
         """Start the server and return at once; `wait_ready` waits.
 
-        Raises: CheckpointError for a bad model folder, EngineError for a port in use.
+        Raises: CheckpointError for a bad model folder, EngineError for a port in use, ConfigError for FP8 on a CPU.
         Effect: holds the port until the server is ready, so that no other program gets it while vLLM imports.
         """
+        if self.settings.quantization != "none" and is_cpu_build():
+            raise ConfigError(
+                f'engine.quantization = "{self.settings.quantization}" needs vLLM for CUDA, here is its CPU build; use'
+                ' "none"'
+            )
         shapes = check_model_folder(self.settings.model_folder)
         if not shapes:
             raise EngineError(f"the model folder {self.settings.model_folder} holds no tensors")
@@ -209,6 +215,8 @@ def engine_command(settings: EngineSettings, port: int) -> list[str]:
         "--worker-extension-cls", f"{PLUGIN}.WorkerExtension",
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
+    if settings.quantization != "none":
+        command += ["--quantization", settings.quantization]
     if is_cpu_build():
         command.append("--enforce-eager")  # compiling takes minutes and gains nothing on a small model
     return command

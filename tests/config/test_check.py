@@ -317,6 +317,13 @@ def test_nccl_needs_cuda():
     check_device(config, has_cuda=True)
 
 
+def test_fp8_on_arrival_needs_cuda():
+    config = load_config(None, ["engine.quantization=fp8_per_block"])
+    with pytest.raises(ConfigError, match='engine.quantization = "fp8_per_block" needs CUDA in the engines'):
+        check_device(config, has_cuda=False)
+    check_device(config, has_cuda=True)
+
+
 def test_learner_and_sampler_use_the_same_number_format():
     with pytest.raises(ConfigError, match="engine.dtype.*model.dtype"):
         load_config(None, ["engine.dtype=bfloat16"])

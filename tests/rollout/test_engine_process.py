@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import megatron_sao
-from megatron_sao.errors import CheckpointError, EngineError
+from megatron_sao.errors import CheckpointError, ConfigError, EngineError
 from megatron_sao.rollout import engine_process
 from megatron_sao.rollout.engine_process import EngineProcess, EngineSettings, engine_command, engine_environment
 
@@ -204,6 +204,16 @@ def test_nothing_of_the_model_folder_may_shape_the_samples_and_log_probs_are_pro
     assert pairs["--logprobs-mode"] == "processed_logprobs"
     assert pairs["--port"] == "1234" and pairs["--host"] == "127.0.0.1"
     assert json.loads(pairs["--weight-transfer-config"]) == {"backend": "sao"}
+
+
+def test_weights_are_quantised_on_arrival_only_where_vllm_can(settings, monkeypatch):
+    assert "--quantization" not in engine_command(settings, 1234)
+    fp8 = replace(settings, quantization="fp8_per_block")
+    command = engine_command(fp8, 1234)
+    assert command[command.index("--quantization") + 1] == "fp8_per_block"
+    monkeypatch.setattr(engine_process, "is_cpu_build", lambda: True)
+    with pytest.raises(ConfigError, match='engine.quantization = "fp8_per_block" needs vLLM for CUDA'):
+        EngineProcess(fp8).start()
 
 
 def test_the_environment_finds_this_clone_first_and_never_the_network(settings, monkeypatch):
