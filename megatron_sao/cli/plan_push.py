@@ -13,9 +13,9 @@ GIB, MIB = 2**30, 2**20
 
 _WORDS = """\
 A rank sends each bucket once, to one worker, which passes it on to the same worker of the other engines (to all, if all
-load it); every engine begins as many. A worker passes on what it took before it takes the next, unless both come from
-ranks. The path follows the buckets of the plan in their order; filling the next one and loading the last one are taken
-as no slower than the link. Not counted: the pause before, the agreement of all at both ends, switches that are shared."""
+load it) while the next one arrives; engines take turns in it. The path follows the buckets of the plan in their order;
+filling the next one and loading the last one meanwhile are taken as no slower than the link. Not counted: the pause
+before, the agreement of all at both ends, switches that are shared."""
 
 
 def print_push(console: Console, config: Config, plan: PushPlan, link: Link) -> None:

@@ -2,9 +2,9 @@
 
 Owns: `Link`, `PushForecast`, `forecast`. No torch: a laptop predicts a push between hundreds of GPUs.
 The buckets are gone through in their one order, as sender and receiver do. A rank sends one bucket after the other. A
-worker takes one after the other, and what it got from a rank it passes on to its peers before it goes on; only when the
-next one comes from a rank, too, does it open it meanwhile. Passing on is a broadcast through the chain of peers, in which
-each takes the bucket in and gives it out at the same time. A bucket that has begun is not slowed down by others.
+worker takes one after the other: what it got from a rank it passes on to its peers, what a peer passes on it takes, and if
+the next one comes from a rank it lets that arrive meanwhile. Passing on is a broadcast through the chain of peers, in
+which each takes the bucket in and gives it out at the same time. A bucket that has begun is not slowed down by others.
 What a rank or worker does besides is taken as no slower than the link: filling a buffer while another one is sent, loading
 one while the next arrives. It leaves the first bucket's filling and the last one's loading.
 """
@@ -69,8 +69,8 @@ def forecast(plan: PushPlan, *, num_engines: int, link: Link) -> PushForecast:
         if len(takers) > 1:
             over = max(arrived, *(worker.is_free for worker in takers)) + seconds
         for worker in takers:
-            worker.is_free = worker.can_open = over
-        root.can_open = arrived
+            worker.can_open = max(worker.is_free, arrived) if worker is root else worker.is_free
+            worker.is_free = over
         sent_bytes[rank] += size
         num_sent[rank] += 1
         for kind in range(kinds) if bucket.kind == EVERY_KIND else [bucket.kind]:
@@ -92,4 +92,4 @@ def forecast(plan: PushPlan, *, num_engines: int, link: Link) -> PushForecast:
 @dataclass
 class _Worker:
     is_free: float = 0.0  # when it has taken, and passed on, all so far
-    can_open: float = 0.0  # when it can begin to take a bucket from a rank
+    can_open: float = 0.0  # when it can let the next one arrive from a rank: while it is busy with the last of them

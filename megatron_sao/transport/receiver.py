@@ -226,9 +226,9 @@ class WeightReceiver:
                 opened = None
                 if arrival.is_first:
                     (transfer or self._open(arrival, buffer)).wait()
-                    if following is not None and following.is_first and not free.empty():
-                        next_buffer = free.get()  # the next message arrives while this one is passed on
-                        opened = next_buffer, self._open(following, next_buffer)
+                if following is not None and following.is_first and not free.empty():
+                    next_buffer = free.get()  # the next message arrives while this one is passed on
+                    opened = next_buffer, self._open(following, next_buffer)
                 if arrival.relay is not None:
                     arrival.relay.broadcast(buffer.message(arrival.bucket), arrival.relay_root)
                 filled.put((buffer, time.monotonic()))

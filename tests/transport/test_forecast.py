@@ -46,10 +46,14 @@ def test_a_message_costs_something_besides_its_bytes():
 
 
 def test_a_rank_sends_one_after_the_other_and_a_worker_takes_one_after_the_other():
-    """16 bytes a second to one engine of one worker: rank 0's 64 and 32 bytes, then rank 1's 32: 4 + 2 + 2 seconds."""
+    """16 bytes a second: rank 0's 64 bytes, rank 1's 32, rank 0's other 32; to one engine of one worker in 4 + 2 + 2.
+
+    With two engines the first is passed on 4-8, and meanwhile the second arrives in the other engine, 0-2. That is passed
+    on 8-10, while the third arrives in the first engine, which is passed on 10-12.
+    """
     items = [WireItem(f"model.layers.0.{name}.weight", "float32", (size,)) for name, size in (("a", 16), ("b", 8))]
     other = WireItem("model.layers.0.c.weight", "float32", (8,))
     plan = make_plan([items, [other]], bucket_bytes=64)
     found = forecast(plan, num_engines=1, link=Link(16))
     assert (found.sending_s, found.receiving_s, found.transfer_s) == (6, 8, 8)
-    assert forecast(plan, num_engines=2, link=Link(16)).transfer_s == 2 * 8  # no bucket is opened while one is passed on
+    assert forecast(plan, num_engines=2, link=Link(16)).transfer_s == 12
