@@ -13,3 +13,9 @@ class Push(Section):
     )
     timeout_s: float = Field(120.0, gt=0, description="time one push may take")
     backend: Literal["gloo", "nccl"] = Field("gloo", description="gloo between CPUs, nccl between GPUs")
+    transport: Literal["network", "disk"] = Field(
+        "network", description="how buckets travel; disk: through files, where the network cannot carry them"
+    )
+    folder: str = Field(
+        "", description='of transport "disk": where trainer and engines both see it; empty = push/ in the run folder'
+    )

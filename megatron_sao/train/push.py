@@ -3,7 +3,9 @@
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import msgspec
 import torch
 
 from megatron_sao.config import Config
@@ -14,6 +16,7 @@ from megatron_sao.models.weights import Exporter
 from megatron_sao.parallel.exchange import broadcast_object, world_rank, world_size
 from megatron_sao.records import Hello, PushDone, PushGo, PushRequest, PushSent, Welcome
 from megatron_sao.train.link import SchedulerLink
+from megatron_sao.transport.disk import make_sender
 from megatron_sao.transport.engine_layout import WHOLE, EngineLayout
 from megatron_sao.transport.group import WeightGroup, host_store, weight_group
 from megatron_sao.transport.plan import PushPlan, WireItem, encode_plan, make_plan
@@ -49,13 +52,22 @@ def push_plan(
         names, excluded: as `Pusher` has them.
     Raises: ProtocolError, as `make_plan`.
     """
-    return make_plan(
+    plan = make_plan(
         [[wire_item(piece) for piece in pieces] for pieces in slices_by_rank],
         bucket_bytes=config.push.bucket_bytes,
         engine=engine_layout(config, shape),
         expected_shapes=names,
         excluded=excluded,
     )
+    return msgspec.structs.replace(plan, folder=_push_folder(config))
+
+
+def _push_folder(config: Config) -> str:
+    """Where buckets travel through files; "" where they do not."""
+    if config.push.transport == "network":
+        return ""
+    # Engines run elsewhere: a relative path would mean another folder there.
+    return str(Path(config.push.folder or Path(config.run.folder, config.run.name, "push")).absolute())
 
 
 class Pusher:
@@ -123,7 +135,7 @@ class Pusher:
         if not joined or isinstance(joined[0], Exception):
             reason = joined[0] if joined else "timeout"
             raise ProtocolError(f"trainer rank {rank} did not join the weight group: {reason}")
-        self._sender = WeightSender(joined[0], self._plan)
+        self._sender = make_sender(joined[0], self._plan)
         return welcome
 
     def push(self, policy_version: int) -> dict[str, float]:

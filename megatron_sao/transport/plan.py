@@ -86,6 +86,7 @@ class PushPlan(msgspec.Struct, frozen=True, array_like=True):
     num_trainer_ranks: int
     excluded: tuple[str, ...] = ()  # HF names of the model folder that are knowingly not pushed
     engine: EngineLayout = EngineLayout()
+    folder: str = ""  # buckets travel through files there (transport/disk.py); "" = over the network
 
     @property
     def expected(self) -> dict[str, tuple[int, ...]]:

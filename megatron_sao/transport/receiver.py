@@ -97,7 +97,7 @@ class ReceiveStatistics:
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class Arrival:
     number: int
     bucket: Bucket
     is_first: bool  # the trainer sends it to this worker; else a peer passes it on
@@ -119,14 +119,18 @@ class WeightReceiver:
             raise ConfigError(f"rank {group.rank} is one of the {plan.num_trainer_ranks} trainer ranks of the plan")
         self._group = group
         self._handshake = Handshake(group, plan)
-        worker, workers = group.rank - plan.num_trainer_ranks, plan.engine.num_workers
-        self.kind = worker % workers
+        self.kind = (group.rank - plan.num_trainer_ranks) % plan.engine.num_workers
         self._needed_rows = plan.needed_rows(self.kind)
         self._expected = {name: shape for name, shape in plan.expected.items() if name in self._needed_rows}
-        self._arrivals = _arrivals(group, plan, worker, self._handshake.num_engines)
+        self._arrivals = self._find_arrivals(plan)
         largest = max((arrival.bucket.num_bytes for arrival in self._arrivals), default=0)
         self._buffers = [MessageBuffer(largest, group.device) for _ in range(2)]
         self.statistics: ReceiveStatistics | None = None  # of the last push
+
+    def _find_arrivals(self, plan: PushPlan) -> list[Arrival]:
+        """What this worker gets, in the order of the plan. Collective: every worker of every engine."""
+        worker = self._group.rank - plan.num_trainer_ranks
+        return _arrivals(self._group, plan, worker, self._handshake.num_engines)
 
     def receive(
         self,
@@ -235,7 +239,7 @@ class WeightReceiver:
         except Exception as error:  # raised again in the thread that loads
             filled.put(error)
 
-    def _open(self, arrival: _Arrival, buffer: MessageBuffer) -> Transfer:
+    def _open(self, arrival: Arrival, buffer: MessageBuffer) -> Transfer:
         return self._group.receive(buffer.message(arrival.bucket), arrival.bucket.src_rank, arrival.number)
 
     def _free_buffer(self, free: queue.Queue) -> MessageBuffer:
@@ -247,8 +251,8 @@ class WeightReceiver:
                                 "raise it, or give the engine more threads") from None
 
 
-def _arrivals(group: WeightGroup, plan: PushPlan, worker: int, num_engines: int) -> list[_Arrival]:
-    """The buckets that one worker gets, in the order of the plan. Collective: every worker of every engine."""
+def _arrivals(group: WeightGroup, plan: PushPlan, worker: int, num_engines: int) -> list[Arrival]:
+    """The buckets that one worker gets. Collective: every worker of every engine."""
     workers = plan.engine.num_workers
     kind = worker % workers
     ranks = range(plan.num_trainer_ranks, group.world_size)
@@ -262,7 +266,7 @@ def _arrivals(group: WeightGroup, plan: PushPlan, worker: int, num_engines: int)
             is_for_all = bucket.kind == EVERY_KIND
             relay = everybody if is_for_all else peers
             root = first[number] if is_for_all else first[number] // workers  # peers count by engine
-            found.append(_Arrival(number, bucket, first[number] == worker, relay, root))
+            found.append(Arrival(number, bucket, first[number] == worker, relay, root))
     return found
 
 

@@ -32,7 +32,9 @@ class PushStatistics:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
+    """What `send` begins with."""
+
     policy_version: int
     views: dict[WireItem, torch.Tensor]
     fault: str | None  # why there is nothing to send
@@ -66,7 +68,7 @@ class WeightSender:
         ]
         largest = max((bucket.num_bytes for _, bucket, _ in self._own), default=0)
         self._slots = [_Slot(MessageBuffer(largest, group.device)) for _ in range(2)]
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
 
     def prepare(self, view_of: Callable[[WireItem], torch.Tensor], policy_version: int) -> None:
         """Look at every slice this rank owns and fill the first buffers, so that `send` begins with a full one.
@@ -77,7 +79,7 @@ class WeightSender:
         Args: as in `send`, which uses what was prepared for the same version only.
         """
         views, fault = self._own_views(view_of)
-        self._prepared = _Prepared(policy_version, views, fault)
+        self._prepared = Prepared(policy_version, views, fault)
         if fault is None:
             for slot, (number, bucket, _) in zip(self._slots, self._own):
                 _fill(slot, number, bucket, views)

@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_sao.errors import CheckpointError, ProtocolError
+from megatron_sao.transport.disk import make_receiver
 from megatron_sao.transport.engine_layout import EngineLayout
 from megatron_sao.transport.group import WeightGroup, weight_group
 from megatron_sao.transport.hf_shapes import read_shapes
@@ -118,7 +119,7 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
             backend=init_info.backend, timeout_s=init_info.timeout_s,
             device="cpu" if init_info.backend == "gloo" else self.device,
         )
-        self._receiver = WeightReceiver(self._group, plan)
+        self._receiver = make_receiver(self._group, plan)
         self._plan = plan
         self._plan_hash = plan.hash
 

@@ -65,3 +65,15 @@ def test_planned_push_equals_that_of_real_ranks(hf_config, world_size, overrides
     (expected,) = run_ranks(1, planned, hf_config, overrides)
     assert expected[2] > 1
     assert run_ranks(world_size, real, hf_config, overrides) == [expected] * world_size
+
+
+def test_the_folder_of_a_push_through_files_means_the_same_everywhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    own = ["warm_start.enabled=false", "model.path=a folder", "run.name=mine"]
+
+    def folder(*overrides):
+        return push_plan([[]], read_shape(MOE), load_config(None, [*own, *overrides]), {}).folder
+
+    assert folder() == ""
+    assert folder("push.transport=disk") == str(tmp_path / "runs" / "mine" / "push")
+    assert folder("push.transport=disk", "push.folder=shared") == str(tmp_path / "shared")

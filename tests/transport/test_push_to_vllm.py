@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -18,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from megatron_sao.errors import EngineError, ProtocolError
 from megatron_sao.rollout.engine_client import EngineClient
 from megatron_sao.rollout.engine_process import EngineProcess, EngineSettings
+from megatron_sao.transport.disk import make_sender
 from megatron_sao.transport.group import host_store, weight_group
 from megatron_sao.transport.plan import WireItem, encode_plan, make_plan
-from megatron_sao.transport.sender import WeightSender
 
 NUM_TRAINERS = 2
 TIMEOUT_S = 20.0
@@ -66,7 +67,7 @@ def trainer(rank: int, commands) -> None:
             elif command == "join":
                 port, plan = arguments
                 group = weight_group("127.0.0.1", port, rank, NUM_TRAINERS + 1, timeout_s=TIMEOUT_S, store=store)
-                sender = WeightSender(group, plan)
+                sender = make_sender(group, plan)
                 result = None
             else:
                 file, version, fault = arguments
@@ -301,6 +302,26 @@ def test_pushed_weights_compute_what_freshly_loaded_ones_do_bit_for_bit(setup):
     for prompt, (token_ids, logp) in zip(PROMPTS, pushed_b, strict=True):
         # Greedy log-probs are those of the temperature-1 distribution: argmax leaves the logits as they are.
         assert worst(logp, reference_logp(setup.folders["B"], prompt, token_ids)) < 1e-4
+
+
+def test_weights_pushed_through_files_compute_what_freshly_loaded_ones_do_bit_for_bit(setup, tmp_path):
+    async def scenario(client):
+        over_network, setup.plan = setup.plan, msgspec.structs.replace(setup.plan, folder=str(tmp_path / "push"))
+        try:
+            await setup.connect(client, setup.plan)
+            answers = await setup.push(client, "B", setup.next_version())
+            pushed_b = await greedy(client)
+            answers += await setup.push(client, "A", setup.next_version())
+        finally:
+            setup.plan = over_network
+        pushed_a, version = await greedy(client), await client.weight_version()
+        await setup.connect(client)
+        return answers, version, pushed_b, pushed_a
+
+    answers, version, pushed_b, pushed_a = run(scenario, setup)
+    assert answers == ["sent"] * 4 and version == setup.version
+    assert pushed_b != setup.fresh and pushed_a == setup.fresh
+    assert not list((tmp_path / "push").rglob("*"))
 
 
 def test_a_plan_without_one_tensor_is_refused_by_name_when_the_engine_joins(setup):
