@@ -149,6 +149,7 @@ class Pusher:
             raise ProtocolError("push before connect: call Pusher.connect once first")
         started = time.monotonic()
         limit = self._config.push.timeout_s
+        self._sender.prepare(self._view, policy_version)  # before the engines are asked to pause
         self._link.request(PushRequest(policy_version=policy_version), PushGo, timeout_s=limit)
         statistics = self._sender.send(self._view, policy_version)
         done = self._link.request(PushSent(policy_version=policy_version), PushDone, timeout_s=limit)

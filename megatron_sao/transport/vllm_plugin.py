@@ -30,6 +30,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from megatron_sao.errors import CheckpointError, ProtocolError
 from megatron_sao.transport.disk import make_receiver
@@ -41,6 +42,34 @@ from megatron_sao.transport.receiver import NamedTensors, WeightReceiver
 from megatron_sao.transport.sender import holds_nan
 
 BACKEND = "sao"
+
+
+# Calls in which all workers of an engine fail or none: each compares the same things, or the weight group tells them.
+WEIGHT_CALLS = (
+    "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
+    "shutdown_weight_transfer_engine",
+)  # fmt: skip
+
+
+def _let_the_last_worker_report() -> None:
+    """In a worker process: answer a failed weight call as if nothing was wrong, except on the last worker.
+
+    Symptom without it: the executor of several workers (vLLM 0.32, multiproc_executor.py) reads the answers in the order
+    of the workers and stops at the first failure. The other answers stay in their queues and are taken for those of the
+    next calls, so that a worker that fails then is believed to have succeeded, and the next good call fails. Can go when
+    the executor reads all answers.
+    """
+    execute, handle = WorkerProc._execute_worker_rpc, WorkerProc.handle_output
+
+    def execute_worker_rpc(self: WorkerProc, request: tuple) -> None:
+        self._is_weight_call = request[0] in WEIGHT_CALLS
+        execute(self, request)
+
+    def handle_output(self: WorkerProc, output: Any) -> None:
+        is_last = self.rank == self.worker.vllm_config.parallel_config.world_size - 1
+        handle(self, None if isinstance(output, Exception) and self._is_weight_call and not is_last else output)
+
+    WorkerProc._execute_worker_rpc, WorkerProc.handle_output = execute_worker_rpc, handle_output
 
 
 def register() -> None:
@@ -322,4 +351,5 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
             raise ProtocolError(f"{len(faults)} modules did not receive their weights:\n{first_lines(faults)}")
 
 
+_let_the_last_worker_report()
 register()
