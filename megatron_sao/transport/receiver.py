@@ -11,9 +11,9 @@ Owns: `TensorAssembler`, `WeightReceiver`. Invariants:
 - memory: two buffers of the largest bucket; beside them whole tensors that wait for slices (of one bucket's layers) and
   what the load function keeps.
 
-No deadlock: every process takes part in its messages in the order of the plan, first the message of a bucket, then its
-relay; so the first one that is not over always has all its parties there. The one exception, a worker that opens its
-next message before it relays, swaps two neighbours in that order of which it is the only common party.
+No deadlock: every process waits for its messages in the order of the plan, first the message of a bucket, then its
+relay; so the first one that is not over always has all its parties there. That a worker opens its next message before it
+passes on the last one changes nothing, since to open one waits for nobody (see `sender.connect`).
 Imports torch, neither vLLM nor Megatron.
 """
 
@@ -30,6 +30,7 @@ from megatron_sao.transport.group import Transfer, WeightGroup
 from megatron_sao.transport.handshake import Handshake
 from megatron_sao.transport.message import MessageBuffer
 from megatron_sao.transport.plan import EVERY_KIND, WHOLE, Bucket, PushPlan, WireItem, first_lines
+from megatron_sao.transport.sender import connect
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -126,6 +127,7 @@ class WeightReceiver:
         largest = max((arrival.bucket.num_bytes for arrival in self._arrivals), default=0)
         self._buffers = [MessageBuffer(largest, group.device) for _ in range(2)]
         self.statistics: ReceiveStatistics | None = None  # of the last push
+        self._is_connected = False
 
     def _find_arrivals(self, plan: PushPlan) -> list[Arrival]:
         """What this worker gets, in the order of the plan. Collective: every worker of every engine."""
@@ -224,6 +226,10 @@ class WeightReceiver:
         try:
             if self._group.device.type == "cuda":
                 torch.cuda.set_device(self._group.device)
+            if not self._is_connected:
+                for rank in dict.fromkeys(a.bucket.src_rank for a in self._arrivals if a.is_first):
+                    connect(self._group, self._group.receive, rank)
+                self._is_connected = True
             opened: tuple[MessageBuffer, Transfer] | None = None
             for arrival, following in zip(self._arrivals, [*self._arrivals[1:], None]):
                 buffer, transfer = opened or (self._free_buffer(free), None)

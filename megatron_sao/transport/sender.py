@@ -20,6 +20,9 @@ from megatron_sao.transport.message import MessageBuffer
 from megatron_sao.transport.plan import Bucket, PushPlan, WireItem
 
 
+CONNECT_TAG = 2**30  # no number of a bucket
+
+
 @dataclass(frozen=True)
 class PushStatistics:
     """What one push moved."""
@@ -69,6 +72,7 @@ class WeightSender:
         largest = max((bucket.num_bytes for _, bucket, _ in self._own), default=0)
         self._slots = [_Slot(MessageBuffer(largest, group.device)) for _ in range(2)]
         self._prepared: Prepared | None = None
+        self._is_connected = False
 
     def prepare(self, view_of: Callable[[WireItem], torch.Tensor], policy_version: int) -> None:
         """Look at every slice this rank owns and fill the first buffers, so that `send` begins with a full one.
@@ -110,6 +114,10 @@ class WeightSender:
 
     def _send_buckets(self, views: dict[WireItem, torch.Tensor]) -> int:
         """Returns: number of bytes."""
+        if not self._is_connected:
+            for worker in dict.fromkeys(worker for _, _, worker in self._own):
+                connect(self._group, self._group.send, worker)
+            self._is_connected = True
         sent_bytes = 0
         for turn, (number, bucket, worker) in enumerate(self._own):
             slot = self._slots[turn % 2]
@@ -142,6 +150,17 @@ class WeightSender:
                     return {}, f"trainer rank {self._group.rank}: {item.name} {fault}"
                 views[item] = view
         return views, None
+
+
+def connect(group: WeightGroup, operation: Callable[[torch.Tensor, int, int], Transfer], peer: int) -> None:
+    """Exchange one byte with a peer before the first bucket, on both sides in the order of the plan.
+
+    NCCL connects two ranks at their first message, and then whoever begins waits for the other one; a worker that opens a
+    message early would wait while others wait for it. After this, to begin a message waits for nobody.
+
+    Args: operation: `send` or `receive` of the group.
+    """
+    operation(torch.zeros(1, dtype=torch.uint8, device=group.device), peer, CONNECT_TAG).wait()
 
 
 def _fill(slot: _Slot, number: int, bucket: Bucket, views: dict[WireItem, torch.Tensor]) -> None:
