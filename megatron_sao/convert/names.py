@@ -134,3 +134,35 @@ def expert_number(name: str) -> int | None:
 def with_expert_offset(name: str, offset: int) -> str:
     """The name with its expert number raised by `offset` (local -> global); unchanged where there is none."""
     return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + offset}", name)
+
+
+_LAYER = re.compile(r"((?:decoder|mtp)\.layers\.(\d+)\.(?:(?:mtp_model_layer|transformer_layer)\.)?)(.+)")
+_NORM_ALONE = {  # fused norms by the names that they have where they are modules of their own
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+}
+
+
+def stored_name(name: str, shape: ModelShape) -> str:
+    """The name that a tensor has in a distributed checkpoint, whatever modules it comes from: transformer-engine's.
+
+    transformer-engine fuses a norm into the linear layer behind it, local modules keep it apart. megatron-core 0.19
+    gives both the same name in a checkpoint for grouped-query attention in dense layers only.
+
+    Args: name: with global layer and expert numbers, as Megatron's sharded_state_dict gives it.
+    """
+    found = _LAYER.fullmatch(name)
+    if not found:
+        return name
+    prefix, number, rest = found[1], int(found[2]), found[3]
+    rest = _NORM_ALONE.get(rest, rest)
+    fused = {alone: name for name, alone in _NORM_ALONE.items()}
+    if shape.mla:
+        del fused["input_layernorm.weight"]
+    if not shape.mla or shape.indexer:  # heads have norms of their own; the indexer reads the normed latent
+        fused = {alone: name for alone, name in fused.items() if not alone.startswith("self_attention.")}
+    if prefix.startswith("mtp.") or not shape.is_dense(number):
+        fused.pop("pre_mlp_layernorm.weight")
+    return prefix + fused.get(rest, rest)

@@ -1,0 +1,145 @@
+"""Weights as a Megatron distributed checkpoint (torch_dist): saved from one layout of ranks, loaded into any other.
+
+What it holds is what Megatron's `sharded_state_dict` says, one stored tensor for each tensor of a layer, an expert, a
+gate or an up projection, so that any part can be found by name. Two things differ from Megatron's own checkpoints:
+- extra state of transformer-engine's modules (scales of FP8 training) is left out: it is no weight;
+- fused norms have one name, whatever modules the model is made of (convert/names.py).
+A folder `hf` inside holds what a HF folder needs besides (configuration, tokenizer); see models/conversion.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException, maybe_load_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+
+from megatron_sao.convert.family import ModelShape
+from megatron_sao.convert.names import stored_name
+from megatron_sao.errors import CheckpointError
+from megatron_sao.models.value_head import ValueHead
+
+CONTENT = {"singleton_local_shards": True}  # Megatron's word for one stored tensor per layer and expert
+HF_PART = "hf"
+
+Shards = dict[str, ShardedTensor | ShardedTensorFactory]
+
+
+def weight_shards(chunk: MegatronModule, shape: ModelShape, content: Mapping[str, Any] = CONTENT) -> Shards:
+    """Which part of which stored tensor each tensor of an unwrapped chunk is, by its name in the chunk's state dict.
+
+    An optimizer's sharded state is made from these too, so that both agree.
+
+    Args:
+        content: of the checkpoint: `CONTENT`, or what another program stored in its own.
+    """
+    # A copy: Megatron adds a process group to it.
+    shards = chunk.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(dict(content)))
+    found = {name: s for name, s in shards.items() if isinstance(s, ShardedTensor | ShardedTensorFactory)}
+    for shard in found.values():
+        shard.key = stored_name(shard.key, shape)
+    return found
+
+
+def save_weights(
+    chunks: Sequence[MegatronModule], shape: ModelShape, folder: str | Path, common: Mapping[str, Any] | None = None
+) -> None:
+    """Write a model's weights into an empty folder that exists; copies are written once.
+
+    Args:
+        common: small facts, equal on all ranks, that `StoredWeights.common` gives back.
+    Collective: every rank of the world. Effect: the folder counts as a checkpoint once its metadata.json is there.
+    """
+    state: dict[str, Any] = {f"chunk{number}": weight_shards(chunk, shape) for number, chunk in enumerate(chunks)}
+    dist_checkpointing.save(state | dict(common or {}), str(folder), content_metadata=dict(CONTENT))
+
+
+class StoredWeights:
+    """What a distributed checkpoint holds, from its metadata alone; every rank may ask for itself.
+
+    Raises: CheckpointError for a folder that is none, or lacks files that its metadata names.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder)
+        try:
+            if maybe_load_config(str(self.path)) is None:
+                raise CheckpointError(f"{self.path} is no distributed checkpoint: it has no metadata.json")
+            self.metadata = FileSystemReader(self.path).read_metadata()
+            self._check_files()
+            self.common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(self.path))
+        except (OSError, ValueError, EOFError, RuntimeError, CheckpointingException) as error:
+            raise CheckpointError(f"the checkpoint {self.path} cannot be read (incomplete copy?): {error}") from error
+        self.content: dict[str, Any] = self.common.get("content_metadata") or {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for name, tensor in self.metadata.state_dict_metadata.items():
+            if isinstance(tensor, TensorStorageMetadata):
+                self.shapes[name] = tuple(tensor.size)
+                self.dtypes[name] = tensor.properties.dtype
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for place in self.metadata.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for file, end in sorted(ends.items()):
+            size = (self.path / file).stat().st_size if (self.path / file).exists() else None
+            if size is None:
+                raise CheckpointError(f"the checkpoint {self.path} lacks {file}: incomplete copy?")
+            if size < end:
+                raise CheckpointError(f"{self.path / file} is truncated: {size} bytes, its metadata says {end}")
+
+    def check(self, shards: Mapping[str, ShardedTensor | ShardedTensorFactory]) -> None:
+        """Every tensor is there and has the shape that the model expects; a padded vocabulary may differ in its rows.
+
+        Raises: CheckpointError naming tensors, expected and found shapes.
+        """
+        faults = []
+        for shard in built(shards.values()):
+            found, expected = self.shapes.get(shard.key), tuple(shard.global_shape)
+            if found is None:
+                faults.append(f"lacks the tensor {shard.key} of shape {list(expected)}")
+            elif found[shard.allow_shape_mismatch :] != expected[shard.allow_shape_mismatch :]:
+                faults.append(f"holds {shard.key} with shape {list(found)}, expected {list(expected)}")
+        if faults:
+            more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
+            raise CheckpointError(f"the checkpoint {self.path} {', '.join(faults[:3])}{more}")
+
+
+def built(shards: Any) -> list[ShardedTensor]:
+    """The stored tensors, those that Megatron cuts a parameter into (gate and up projection) one by one."""
+    found: list[ShardedTensor] = []
+    for shard in shards:
+        found += shard.build() if isinstance(shard, ShardedTensorFactory) else [shard]
+    return found
+
+
+def load_saved_weights(chunks: Sequence[MegatronModule], shape: ModelShape, folder: str | Path) -> list[str]:
+    """Fill the chunks from a distributed checkpoint of any layout, each rank reading only its part.
+
+    The value head may be missing or of another shape, as in `models.weights.load_weights`.
+
+    Returns: names of the tensors that kept their initial values ("output_layer.weight" or nothing).
+    Raises: CheckpointError naming tensor, expected and found shape. Collective: every rank of the world.
+    """
+    stored = StoredWeights(folder)
+    state, kept = {}, []
+    for number, chunk in enumerate(chunks):
+        shards = weight_shards(chunk, shape, stored.content)
+        head = "output_layer.weight"
+        if isinstance(getattr(chunk, "output_layer", None), ValueHead):
+            if stored.shapes.get(head) != tuple(shards[head].global_shape):
+                del shards[head]
+                kept = [head]
+        stored.check(shards)
+        state[f"chunk{number}"] = shards
+    loaded = dist_checkpointing.load(state, str(folder))
+    for number, chunk in enumerate(chunks):
+        # What is left out was checked above: the head, and extra state, which is no weight.
+        chunk.load_state_dict(loaded[f"chunk{number}"], strict=False)
+    return kept

@@ -1,0 +1,136 @@
+"""HF folder -> distributed checkpoint -> HF folder: bit-equal through any layout, or refused with the reason."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from megatron_sao.config import load_config
+from megatron_sao.convert.family import read_shape
+from megatron_sao.errors import CheckpointError
+from megatron_sao.models import conversion
+from megatron_sao.models.build import build_model
+from megatron_sao.models.checkpoint import HF_PART, StoredWeights, load_saved_weights, save_weights
+from megatron_sao.models.conversion import hf_to_megatron, megatron_to_hf
+from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.value_head import ValueHead
+from megatron_sao.models.weights import Exporter, load_weights, model_tensors
+from megatron_sao.parallel.init import start_world
+from tests.support.families import FAMILIES, FAMILIES_WITH_MTP, YARN, make_family_folder
+from tests.support.folders import read_weights, write_weights
+from tests.support.ranks import run_ranks
+
+VOCAB = 129  # padded to 130 under tp 2
+FIRST, SECOND = dict(tp=2, pp=2, ep=2), dict(dp=4, ep=4)
+DENSE_FIRST, DENSE_SECOND = dict(tp=2, pp=2), dict(pp=4)
+DENSE = ("qwen3", "tied")
+
+
+def in_bfloat16(folder):
+    """The folder's weights in bfloat16, but for the router's bias: what released folders look like."""
+    weights = read_weights(folder)
+    write_weights(folder, {n: t if n.endswith("score_correction_bias") else t.bfloat16() for n, t in weights.items()})
+    return folder
+
+
+def numbered(folder):
+    """Every tensor filled with running numbers of its own, so that a permutation of anything shows (CKP-09)."""
+    weights, start = {}, 0
+    for name, tensor in read_weights(folder).items():
+        weights[name] = (torch.arange(start, start + tensor.numel()) % 65521).view(tensor.shape).to(torch.float32)
+        start += tensor.numel()
+    write_weights(folder, weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """name -> HF folder: every family with what released folders hold, a tied one, and one of running numbers."""
+    root, made = tmp_path_factory.mktemp("sources"), {}
+    for family in FAMILIES:
+        fields = dict(vocab_size=VOCAB) | (dict(rope_parameters=YARN) if family == "deepseek_v3" else {})
+        has_mtp = family in FAMILIES_WITH_MTP
+        folder = make_family_folder(family, root / family, mtp=has_mtp, mtp_copies=has_mtp, seed=3, **fields)
+        made[family] = in_bfloat16(folder)
+    made["tied"] = make_family_folder(
+        "qwen3", root / "tied", mtp=False, seed=2, vocab_size=VOCAB, tie_word_embeddings=True
+    )
+    made["numbered"] = numbered(make_family_folder("qwen3_moe", root / "numbered", mtp=False, seed=4, vocab_size=VOCAB))
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkpoints(sources, tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name, folder in sources.items():
+        hf_to_megatron(folder, root / name, max_file_bytes=200_000)
+    return {name: root / name for name in sources}
+
+
+def model_of(folder, config, role="policy"):
+    hf = HFFolder(folder)
+    shape = read_shape(hf.config)
+    dtype = hf.dtype("model.norm.weight")
+    with_mtp = role == "policy" and folder.name in FAMILIES_WITH_MTP
+    return build_model(role, hf.config, config.parallel, dtype, with_mtp=with_mtp), hf, shape
+
+
+def resaved(cases):
+    """Load each checkpoint in its layout and save it from there; -> per case what is not as if loaded from HF."""
+    found = []
+    for folder, layout, checkpoint, destination in cases:
+        config = load_config(None, [f"parallel.{key}={value}" for key, value in layout.items()])
+        world = start_world(config)
+        chunks, hf, shape = model_of(folder, config)
+        assert load_saved_weights(chunks, shape, checkpoint) == []
+        expected, _, _ = model_of(folder, config)
+        load_weights(expected, hf, shape, world)
+        same = {k: torch.equal(t, model_tensors(chunks)[k]) for k, t in without_padding(expected, shape, world).items()}
+        found.append([key for key, is_equal in same.items() if not is_equal])
+        if world.is_first:
+            destination.mkdir()
+        Exporter(chunks, shape, world)  # meets all ranks: the folder is there
+        save_weights(chunks, shape, destination)
+    return found
+
+
+def without_padding(chunks, shape, world):
+    """The tensors but the last rank's vocabulary, of which rows beyond the true one hold anything."""
+    vocabulary = ("embedding.word_embeddings.weight", "output_layer.weight")
+    is_padded = shape.vocab % world.tp_size and world.tp == world.tp_size - 1
+    return {k: t for k, t in model_tensors(chunks).items() if not (is_padded and k.endswith(vocabulary))}
+
+
+def assert_equal_folders(source, written):
+    before, after = HFFolder(source), HFFolder(written)
+    assert set(before.names()) == set(after.names())
+    for name in before.names():
+        assert before.dtype(name) == after.dtype(name), name
+        assert torch.equal(before.read_whole(name), after.read_whole(name)), name
+
+
+def test_every_family_survives_two_layouts_bit_by_bit(sources, checkpoints, tmp_path):  # CKP-09, CKP-06, CKP-03
+    cases = []
+    for name, folder in sources.items():
+        first, second = (DENSE_FIRST, DENSE_SECOND) if name in DENSE else (FIRST, SECOND)
+        cases.append((folder, first, checkpoints[name], tmp_path / f"0-{name}"))
+        cases.append((folder, second, tmp_path / f"0-{name}", tmp_path / f"1-{name}"))
+    for differ in run_ranks(4, resaved, cases, timeout_s=240):
+        assert differ == [[]] * len(cases)
+    for name, folder in sources.items():
+        megatron_to_hf(tmp_path / f"1-{name}", tmp_path / f"hf-{name}", hf_source=folder)
+        assert_equal_folders(folder, tmp_path / f"hf-{name}")
+        config = json.loads((tmp_path / f"hf-{name}" / "config.json").read_text())
+        assert config == json.loads((folder / "config.json").read_text()), "rope, YaRN, the count of MTP layers"
+
+
+def test_a_conversion_and_its_way_back_give_the_folder_again(sources, checkpoints, tmp_path):
+    for name, folder in sources.items():
+        megatron_to_hf(checkpoints[name], tmp_path / name, max_file_bytes=300_000)
+        assert_equal_folders(folder, tmp_path / name)
+        assert (tmp_path / name / "model.safetensors.index.json").exists()
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config == json.loads((folder / "config.json").read_text())
