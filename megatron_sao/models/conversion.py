@@ -47,11 +47,12 @@ from megatron_sao.models.hf_writer import HFWriter, copy_side_files, num_bytes
 from megatron_sao.models.new_folder import new_folder
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.models.weights import (
-    TIED_COPIES,
     VALUE_HEAD,
     describe,
+    is_copy,
     left_out_names,
     mtp_part,
+    original_of,
     policy_shapes,
     tensor_ranks,
 )
@@ -145,7 +146,7 @@ def hf_to_megatron(
     ):
         has_fresh_head = _take_formats_of(folder, parameters)
         carried, dropped = _without_place(folder, shape, parameters, role, with_mtp=with_mtp)
-        copies = {name: _original(name, shape) for name in carried if _is_copy(folder, shape, name)}
+        copies = {name: original_of(name, shape) for name in carried if is_copy(folder, shape, name)}
         own = [name for name in carried if name not in copies]
         _write_hf_part(folder, partial / HF_PART, own, max_file_bytes)
         common = {"role": role, "copies": copies}
@@ -199,17 +200,6 @@ def _without_place(
     if unknown:
         raise CheckpointError(f"the model folder {folder.path} holds tensors that no model of ours has: {_some(unknown)}")
     return [n for n in rest if n not in dropped], [n for n in rest if n in dropped]
-
-
-def _original(name: str, shape: ModelShape) -> str:
-    """What a tensor of an MTP layer is a copy of, if it is one; "" for all others."""
-    original = TIED_COPIES.get(mtp_part(name, shape), "")
-    return "model.embed_tokens.weight" if original == "lm_head.weight" and shape.is_tied else original
-
-
-def _is_copy(folder: HFFolder, shape: ModelShape, name: str) -> bool:
-    original = _original(name, shape)
-    return bool(original) and torch.equal(folder.read_whole(name), folder.read_whole(original))
 
 
 def _write_hf_part(folder: HFFolder, destination: Path, carried: list[str], max_file_bytes: int) -> None:
@@ -399,7 +389,7 @@ class _Rest:
         names = [name for name in left_out if name not in (VALUE_HEAD, "lm_head.weight")]
         if role == "value":
             names = [name for name in names if not mtp_part(name, shape)]
-        copies = {name: _original(name, shape) for name in names if _is_copy(self.folder, shape, name)}
+        copies = {name: original_of(name, shape) for name in names if is_copy(self.folder, shape, name)}
         return copies, [name for name in names if name not in copies]
 
 

@@ -228,6 +228,18 @@ def mtp_part(name: str, shape: ModelShape) -> str:
     return rest if shape.num_layers <= layer < shape.num_layers + shape.num_mtp_layers else ""
 
 
+def original_of(name: str, shape: ModelShape) -> str:
+    """What a tensor of an MTP layer is a copy of where it is one; "" for every other tensor."""
+    original = TIED_COPIES.get(mtp_part(name, shape), "")
+    return "model.embed_tokens.weight" if original == "lm_head.weight" and shape.is_tied else original
+
+
+def is_copy(folder: HFFolder, shape: ModelShape, name: str) -> bool:
+    """Whether a tensor of an MTP layer in the folder has the bits of the embedding or output layer there."""
+    original = original_of(name, shape)
+    return bool(original) and torch.equal(folder.read_whole(name), folder.read_whole(original))
+
+
 def _in_layer(name: str) -> tuple[int, str]:
     """Layer number and the rest of a HF name; (-1, "") outside layers."""
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)

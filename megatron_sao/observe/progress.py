@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress as RichProgress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 LINE_EVERY_S = 10.0  # plain lines: at most this often for the same phase, and always for the last
 
@@ -59,3 +68,40 @@ class Progress:
     def say(self, text: str) -> None:
         """Print one line above the bars."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class BytesProgress:
+    """One bar for work that is counted in bytes, with the time left; lines where there is no terminal.
+
+    Use as a context manager.
+    """
+
+    def __init__(self, what: str, console: Console | None = None) -> None:
+        self._what, self._console = what, console or Console()
+        self._bar: RichProgress | None = None
+        if self._console.is_terminal:
+            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = RichProgress(TextColumn(what), *columns, console=self._console)
+            self._task = self._bar.add_task(what, total=None)
+        self._begin_s = self._line_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, done: int, total: int) -> None:
+        """Say that `done` of `total` bytes are over. Effect: moves the bar, or prints a line now and then."""
+        if self._bar:
+            self._bar.update(self._task, completed=done, total=total)
+            return
+        now_s = time.monotonic()
+        if done and (done >= total or now_s - self._line_s >= LINE_EVERY_S):
+            self._line_s = now_s
+            left_s = (now_s - self._begin_s) * (total - done) / done
+            text = f"{self._what} {done / 1e9:.2f}/{total / 1e9:.2f} GB, about {left_s:.0f} s left"
+            self._console.print(text, highlight=False, soft_wrap=True)

@@ -1,23 +1,21 @@
 """Writes the policy as a HF model folder that transformers and vLLM load."""
 
 import json
-import os
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from megatron_sao.convert.family import MTP_COUNT
+from megatron_sao.convert.slices import WeightSlice
 from megatron_sao.errors import CheckpointError
 from megatron_sao.models.hf_folder import HFFolder
-from megatron_sao.models.weights import TIED_COPIES, VALUE_HEAD, left_out_names, mtp_part, policy_shapes
+from megatron_sao.models.hf_writer import HFWriter, copy_side_files
+from megatron_sao.models.new_folder import new_folder
+from megatron_sao.models.weights import VALUE_HEAD, is_copy, left_out_names, mtp_part, original_of, policy_shapes
 from megatron_sao.parallel.exchange import ObjectGroup, broadcast_tensor
 from megatron_sao.train.setup import Trainer
-
-SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-              "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json")  # fmt: skip
 
 LONGEST_WRITE_S = 6 * 3600.0  # rank 0 writes while the others wait: far longer than a collective of the model may take
 
@@ -26,65 +24,83 @@ def export_policy(trainer: Trainer, destination: str | Path) -> None:
     """Put the policy's weights and the source folder's configuration and tokenizer at `destination`.
 
     The slices are those that a push sends. What the source folder holds besides (MTP layers that were not trained,
-    indexers that no layer uses) is copied from it, so that the export is as complete as its source. Rank 0 collects
-    tensor by tensor and writes one file; the folder gets its name only when it is complete, so that a killed export
+    indexers that no layer uses) is copied from it, so that the export is as complete as its source. Rank 0 puts one
+    tensor together at a time and writes it; the folder gets its name only when it is complete, so that a killed export
     leaves nothing that looks finished.
     Collective: every rank of the world.
     """
     trainer.models.turns.take(trainer.models.policy)
     writing = ObjectGroup(LONGEST_WRITE_S)
-    tensors = _collect(trainer)
     if trainer.world.is_first:
-        destination = Path(destination)
-        partial = destination.with_name(destination.name + f".partial-{os.getpid()}")
-        partial.mkdir(parents=True)
-        save_file(tensors | _copied(trainer, tensors), str(partial / "model.safetensors"), metadata={"format": "pt"})
-        (partial / "config.json").write_text(json.dumps(_config(trainer), indent=2) + "\n")
-        for name in SIDE_FILES:
-            if (trainer.folder.path / name).exists():
-                shutil.copy(trainer.folder.path / name, partial / name)
-        _check(partial, trainer)
-        shutil.rmtree(destination, ignore_errors=True)
-        partial.rename(destination)
+        with new_folder(destination, replace=True) as partial:
+            _write(trainer, partial)
+            (partial / "config.json").write_text(json.dumps(_config(trainer), indent=2) + "\n")
+            copy_side_files(trainer.folder.path, partial)
+            _check(partial, trainer)
+    else:
+        for _ in _tensors(trainer):
+            pass
     writing.wait()
 
 
-def _collect(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """All HF tensors on rank 0, {} elsewhere: each owner broadcasts its slices in the order of the plan."""
-    rank = trainer.world.rank
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    whole: dict[str, torch.Tensor] = {}
+def _write(trainer: Trainer, destination: Path) -> None:
+    """Rank 0's part: every tensor into the safetensors files of the folder."""
+    folder = trainer.folder
+    announced = {name: (dtype, shape) for name, (dtype, shape, _) in _by_name(trainer).items()}
+    copies, carried = _copied(trainer)
+    announced |= {name: announced[original] for name, original in copies.items()}
+    announced |= {name: (folder.dtype(name), folder.shape(name)) for name in carried}
+    with HFWriter(destination, announced) as writer:
+        for name, tensor in _tensors(trainer):
+            for also in (name, *(copy for copy, original in copies.items() if original == name)):
+                writer.write(also, tensor)
+        for name in carried:
+            writer.write(name, folder.read_whole(name))
+
+
+def _by_name(trainer: Trainer) -> dict[str, tuple[torch.dtype, tuple[int, ...], list[tuple[int, WeightSlice]]]]:
+    """HF name -> (number format, shape, slices with their owners), in the source folder's order; equal on all ranks."""
+    slices: dict[str, list[tuple[int, WeightSlice]]] = {}
     for owner, pieces in enumerate(trainer.exporter.slices_by_rank):
         for piece in pieces:
-            dtype = getattr(torch, piece.dtype)
+            slices.setdefault(piece.hf_name, []).append((owner, piece))
+    found = {}
+    for name in trainer.folder.names():
+        if name in slices:
+            first = slices[name][0][1]
+            found[name] = (getattr(torch, first.dtype), first.full_shape, slices[name])
+    return found
+
+
+def _tensors(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every HF tensor, whole on rank 0 (until the next one is asked for), None elsewhere.
+
+    Collective: every rank of the world exhausts it; owners broadcast their slices.
+    """
+    rank = trainer.world.rank
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, (dtype, shape, owned) in _by_name(trainer).items():
+        whole = torch.empty(shape, dtype=dtype) if rank == 0 else None
+        for owner, piece in owned:
             if owner == rank:
                 part = trainer.exporter.view(piece).contiguous()
             else:
                 part = torch.empty(piece.shape, dtype=dtype, device=device)
             broadcast_tensor(part, owner)
-            if rank == 0:
-                if piece.hf_name not in whole:
-                    whole[piece.hf_name] = torch.empty(piece.full_shape, dtype=dtype)
-                whole[piece.hf_name].narrow(piece.dim, piece.start, piece.length).copy_(part)
-    return whole
+            if whole is not None:
+                whole.narrow(piece.dim, piece.start, piece.length).copy_(part)
+        yield name, whole
 
 
-def _copied(trainer: Trainer, trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the source folder holds besides the policy.
+def _copied(trainer: Trainer) -> tuple[dict[str, str], list[str]]:
+    """What the source folder holds besides the policy: (copies -> what they are copies of, all others).
 
     An MTP layer computes with the decoder's embedding and output layer. Where it holds copies of them, these follow
     what was trained; where what it holds is something else, that is kept.
     """
-    folder, shape = trainer.folder, trainer.shape
-    copied = {}
-    for name in _copied_names(trainer):
-        copied[name] = folder.read_whole(name)
-        original = TIED_COPIES.get(mtp_part(name, shape), "")
-        if original == "lm_head.weight" and shape.is_tied:
-            original = "model.embed_tokens.weight"
-        if original and torch.equal(copied[name], folder.read_whole(original)):
-            copied[name] = trained[original].clone()
-    return copied
+    names = _copied_names(trainer)
+    copies = {n: original_of(n, trainer.shape) for n in names if is_copy(trainer.folder, trainer.shape, n)}
+    return copies, [name for name in names if name not in copies]
 
 
 def _copied_names(trainer: Trainer) -> list[str]:

@@ -21,7 +21,7 @@ from megatron_sao.models.weights import Exporter, load_weights, model_tensors
 from megatron_sao.parallel.init import start_world
 from tests.support.families import FAMILIES, FAMILIES_WITH_MTP, YARN, make_family_folder
 from tests.support.folders import read_weights, write_weights
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
 VOCAB = 129  # padded to 130 under tp 2
 FIRST, SECOND = dict(tp=2, pp=2, ep=2), dict(dp=4, ep=4)
@@ -134,3 +134,144 @@ def test_a_conversion_and_its_way_back_give_the_folder_again(sources, checkpoint
         assert (tmp_path / name / "model.safetensors.index.json").exists()
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert config == json.loads((folder / "config.json").read_text())
+
+
+# ---- value models ----------------------------------------------------------------------------------------------
+
+
+def value_model_of(folder, checkpoint):
+    config = load_config(None, [])
+    start_world(config)
+    (chunk,), _, shape = model_of(folder, config, "value")
+    kept = load_saved_weights([chunk], shape, checkpoint)
+    assert isinstance(chunk.output_layer, ValueHead)
+    return kept, chunk.output_layer.weight.detach().clone(), chunk.embedding.word_embeddings.weight.detach().clone()
+
+
+def test_a_value_head_is_created_or_kept(sources, checkpoints, tmp_path):
+    folder = sources["glm4_moe"]
+    weights = read_weights(folder)
+    done = hf_to_megatron(folder, tmp_path / "fresh", "value")
+    in_mtp = {name for name in weights if name.startswith("model.layers.4.")}
+    assert done.has_fresh_head and set(done.dropped) == in_mtp | {"lm_head.weight"} and done.carried == []
+    assert StoredWeights(tmp_path / "fresh").shapes["output_layer.weight"] == (1, 64)
+    megatron_to_hf(tmp_path / "fresh", tmp_path / "fresh-hf")
+    found = read_weights(tmp_path / "fresh-hf")
+    body = weights.keys() - in_mtp - {"lm_head.weight"}
+    assert found.keys() == body | {"value_head.weight"}
+    assert all(torch.equal(found[name], weights[name]) for name in body)
+    assert found["value_head.weight"].dtype == torch.float32 and not found["value_head.weight"].any()
+    config = json.loads((tmp_path / "fresh-hf" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 0, "no MTP layer is counted that is not there"
+
+    head = torch.arange(64.0)[None]
+    trained = tmp_path / "glm4_moe"
+    trained.mkdir()
+    (trained / "config.json").write_text(json.dumps(config))
+    write_weights(trained, found | {"value_head.weight": head})
+    assert not hf_to_megatron(trained, tmp_path / "kept", "value").has_fresh_head
+    megatron_to_hf(tmp_path / "kept", tmp_path / "kept-hf")
+    assert_equal_folders(trained, tmp_path / "kept-hf")
+    assert hf_to_megatron(trained, tmp_path / "bins", "value", num_value_outputs=5).has_fresh_head
+    assert StoredWeights(tmp_path / "bins").shapes["output_layer.weight"] == (5, 64)
+
+    for checkpoint, expected in ((tmp_path / "kept", head), (checkpoints["glm4_moe"], torch.zeros(1, 64))):
+        ((kept, loaded, embedding),) = run_ranks(1, value_model_of, trained, checkpoint)
+        assert torch.equal(loaded, expected), "a policy's checkpoint gives a value model with a fresh head"
+        assert kept == ([] if expected.any() else ["output_layer.weight"])
+        assert torch.equal(embedding, weights["model.embed_tokens.weight"])
+
+
+# ---- what is refused, and what a killed conversion leaves ------------------------------------------------------
+
+
+@pytest.fixture
+def variant(sources, tmp_path):
+    """variant(drop=NAME, add={...}, **config) -> a changed copy of the tiny GLM."""
+
+    def make(drop=None, add=None, **config):
+        folder = tmp_path / f"variant{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        fields = json.loads((sources["glm4_moe"] / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(fields | config))
+        weights = read_weights(sources["glm4_moe"]) | (add or {})
+        weights.pop(drop, None)
+        write_weights(folder, weights)
+        return folder
+
+    return make
+
+
+def test_a_folder_that_does_not_fit_is_refused_by_the_names_of_its_tensors(variant, tmp_path):
+    name, bias = "model.layers.2.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"
+    cases = {
+        f"lacks the tensor {name} of shape": variant(drop=name),
+        f"lacks the tensor {bias} of shape": variant(drop=bias),
+        r"holds model.norm.weight with shape \[65\], expected \[64\]": variant(
+            add={"model.norm.weight": torch.ones(65)}
+        ),
+        "no model of ours has: model.layers.0.self_attn.sinks": variant(
+            add={"model.layers.0.self_attn.sinks": torch.ones(4)}
+        ),
+        "one tensor in Megatron and need one number format": variant(add={name: torch.ones(32, 64)}),
+    }
+    for number, (message, folder) in enumerate(cases.items()):
+        with pytest.raises(CheckpointError, match=message):
+            hf_to_megatron(folder, tmp_path / f"out{number}")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")], "nothing is left"
+
+
+def test_files_that_are_missing_or_cut_are_named_before_anything_is_built(variant, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(conversion, "build_model", None)
+    folder = variant()
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-10])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read \(truncated\?\)"):
+        hf_to_megatron(folder, tmp_path / "out")
+
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in checkpoints["glm4_moe"].iterdir():
+        if file.is_file():
+            os.link(file, copy / file.name)
+    cut = copy / "__0_1.distcp"
+    size = cut.stat().st_size
+    cut.unlink()
+    with pytest.raises(CheckpointError, match="lacks __0_1.distcp"):
+        megatron_to_hf(copy, tmp_path / "out")
+    cut.write_bytes(b"\0" * (size - 100))
+    with pytest.raises(CheckpointError, match="__0_1.distcp is truncated"):
+        megatron_to_hf(copy, tmp_path / "out")
+    (copy / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match="is no distributed checkpoint"):
+        megatron_to_hf(copy, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="exists already"):
+        hf_to_megatron(variant(), copy)
+
+
+def test_a_checkpoint_of_another_model_is_refused(sources, checkpoints, tmp_path):
+    with pytest.raises(CheckpointError, match="lacks the tensor decoder.layers.0.mlp.linear_fc1.weight_w of shape"):
+        megatron_to_hf(checkpoints["qwen3_moe"], tmp_path / "out", hf_source=sources["qwen3"])
+    assert not (tmp_path / "out").exists()
+
+
+def killed(folder, checkpoint, destination, at):
+    """Dies when so many bytes of the conversion are done."""
+
+    def report(done, total):
+        if done >= at * total:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if checkpoint is None:
+        hf_to_megatron(folder, destination, report=report)
+    megatron_to_hf(checkpoint, destination, report=report)
+
+
+@pytest.mark.parametrize("at", [0.5, 1.0])
+def test_a_killed_conversion_leaves_nothing_that_looks_finished(sources, checkpoints, tmp_path, at):
+    for checkpoint in (None, checkpoints["qwen3"]):
+        with pytest.raises(RankFailure, match="rank 0 ended with status -9"):
+            run_ranks(1, killed, sources["qwen3"], checkpoint, tmp_path / "out", at)
+    assert not (tmp_path / "out").exists()
+    left = list(tmp_path.iterdir())
+    assert len(left) == 2 and all(path.name.startswith("out.partial-") for path in left)

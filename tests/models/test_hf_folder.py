@@ -28,10 +28,9 @@ def sharded(folder):
 
 
 def test_one_file_and_shards_read_alike(folder):
-    write_weights(folder, WEIGHTS)
-    one = HFFolder(folder)
-    write_shards(folder, WEIGHTS, [["a"], ["b", "c"]])
-    for opened in (one, HFFolder(folder)):
+    for write in (write_weights, lambda *what: write_shards(*what, [["a"], ["b", "c"]])):
+        write(folder, WEIGHTS)
+        opened = HFFolder(folder)
         assert sorted(opened.names()) == ["a", "b", "c"] and opened.config == {"model_type": "qwen3"}
         assert opened.shape("a") == (4, 3) and opened.has("b") and not opened.has("d")
         assert torch.equal(opened.read("a", (4, 3), 0, 0, 4), WEIGHTS["a"])
@@ -112,3 +111,21 @@ def test_a_tensor_of_another_shape_says_both(sharded):
         opened.read("a", (8, 3), 0, 0, 4)
     with pytest.raises(CheckpointError, match=r"lacks the tensor d of shape \[2\]"):
         opened.read("d", (2,), 0, 0, 2)
+
+
+def test_tensors_of_all_experts_are_shown_one_by_one(folder):
+    gate_up, down = torch.arange(3 * 8 * 5.0).view(3, 8, 5), torch.arange(3 * 5 * 4.0).view(3, 5, 4).bfloat16()
+    place = "model.layers.1.mlp.experts."
+    write_weights(folder, {place + "gate_up_proj": gate_up, place + "down_proj": down})
+    opened = HFFolder(folder)
+    assert len(opened.names()) == 9
+    for expert in range(3):
+        parts = {"gate": gate_up[expert, :4], "up": gate_up[expert, 4:], "down": down[expert]}
+        for part, whole in parts.items():
+            name, shape = f"{place}{expert}.{part}_proj.weight", tuple(whole.shape)
+            assert opened.shape(name) == shape and opened.dtype(name) == whole.dtype
+            assert torch.equal(opened.read_whole(name), whole)
+            assert torch.equal(opened.read(name, shape, 0, 1, 3), whole[1:4])
+            assert torch.equal(opened.read(name, shape, 1, 2, 2), whole[:, 2:4])
+    with pytest.raises(CheckpointError, match=r"0.up_proj.weight has shape \[4, 5\], expected \[8, 5\]"):
+        opened.read(f"{place}0.up_proj.weight", (8, 5), 0, 0, 8)

@@ -1,0 +1,85 @@
+"""Safetensors files written tensor by tensor are what any reader expects, and complete or refused."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_sao.errors import CheckpointError
+from megatron_sao.models.hf_folder import INDEX, HFFolder
+from megatron_sao.models.hf_writer import HFWriter
+from megatron_sao.models.new_folder import new_folder
+
+TENSORS = {
+    "odd": torch.arange(7, dtype=torch.uint8),
+    "half": torch.randn(5, 3).bfloat16(),
+    "scale": torch.tensor(2.5),
+    "eighth": torch.randn(4, 6).to(torch.float8_e4m3fn),
+    "whole": torch.randn(6, 4),
+    "empty": torch.empty(0, 4),
+}
+
+
+def announced(tensors=TENSORS):
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def same(found, expected):
+    bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (found, expected)]
+    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(*bits)
+
+
+def test_one_file_holds_every_format_in_any_order_of_writing(tmp_path):
+    with HFWriter(tmp_path, announced()) as writer:
+        for name in reversed(TENSORS):
+            writer.write(name, TENSORS[name])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == TENSORS.keys() and all(same(found[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_files_of_bounded_size_have_an_index(tmp_path):
+    with HFWriter(tmp_path, announced(), max_file_bytes=100) as writer:
+        for name, tensor in TENSORS.items():
+            writer.write(name, tensor)
+    (tmp_path / "config.json").write_text("{}")
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    assert (tmp_path / INDEX).exists()
+    folder = HFFolder(tmp_path)
+    assert folder.names() == list(TENSORS)
+    assert all(same(folder.read_whole(name), TENSORS[name]) for name in TENSORS)
+    assert set(load_file(tmp_path / files[1])) == {"whole", "empty"}
+
+
+def test_a_view_is_written_as_what_it_shows(tmp_path):
+    columns = torch.arange(12.0).view(3, 4)[:, 1:3]
+    with HFWriter(tmp_path, announced({"columns": columns})) as writer:
+        writer.write("columns", columns)
+    assert load_file(tmp_path / "model.safetensors")["columns"].tolist() == columns.tolist()
+
+
+def test_what_is_not_as_announced_or_not_written_is_refused(tmp_path):
+    writer = HFWriter(tmp_path, announced())
+    whole = TENSORS["whole"]
+    for name, tensor in (("whole", whole.bfloat16()), ("whole", whole.T), ("other", whole)):
+        with pytest.raises(CheckpointError, match=f"{name} is torch"):
+            writer.write(name, tensor)
+    with pytest.raises(CheckpointError, match=r"5 tensors were not written, the first are \['odd', 'half'"):
+        with writer:
+            writer.write("whole", TENSORS["whole"])
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    wanted = tmp_path / "made"
+    with pytest.raises(ZeroDivisionError), new_folder(wanted) as partial:
+        (partial / "file").write_text("half")
+        assert not wanted.exists()
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(wanted) as partial:
+        (partial / "file").write_text("first")
+    with pytest.raises(CheckpointError, match="made exists already"), new_folder(wanted):
+        raise AssertionError("nothing is begun")
+    with new_folder(wanted, replace=True) as partial:
+        (partial / "other").write_text("second")
+    assert [path.name for path in wanted.iterdir()] == ["other"] and len(list(tmp_path.iterdir())) == 1
