@@ -7,6 +7,7 @@ gate or an up projection, so that any part can be found by name. Two things diff
 A folder `hf` inside holds what a HF folder needs besides (configuration, tokenizer); see models/conversion.py.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,20 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException, maybe_load_config
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from megatron_sao.convert.family import ModelShape
 from megatron_sao.convert.names import stored_name
@@ -26,6 +38,7 @@ from megatron_sao.models.value_head import ValueHead
 
 CONTENT = {"singleton_local_shards": True}  # Megatron's word for one stored tensor per layer and expert
 HF_PART = "hf"
+MAX_FILE_BYTES = 5 * 10**9  # of a checkpoint's files
 
 Shards = dict[str, ShardedTensor | ShardedTensorFactory]
 
@@ -46,6 +59,55 @@ def weight_shards(chunk: MegatronModule, shape: ModelShape, content: Mapping[str
     return found
 
 
+class OneByOneWriter(FileSystemWriter):
+    """Writes item after item into files of bounded size: one tensor in memory (a copy, if it is on a GPU).
+
+    torch 2.13's own keeps every tensor of a file until the file is complete.
+    """
+
+    def __init__(self, path: str | Path, max_file_bytes: int = MAX_FILE_BYTES):
+        super().__init__(path)
+        self._max_file_bytes = max_file_bytes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        items = deque(plan.items)
+        number = 0
+        while items:
+            file = f"{plan.storage_data.prefix}{number}.distcp"
+            with (self.path / file).open("wb") as stream:
+                while items and stream.tell() < self._max_file_bytes:
+                    item = items.popleft()
+                    begin = stream.tell()
+                    data = planner.resolve_data(item)
+                    if item.type == WriteItemType.BYTE_IO:
+                        stream.write(data.getbuffer())
+                    else:
+                        tensor = data.detach().cpu()
+                        # A view of half a parameter would be saved with the whole of it.
+                        is_alone = tensor.untyped_storage().nbytes() == tensor.nbytes
+                        torch.save(tensor if is_alone else tensor.clone(), stream)
+                    length = stream.tell() - begin
+                    results.append(WriteResult(item.index, length, _StorageInfo(file, begin, length)))
+            number += 1
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+class _SaveInThisProcess(TorchDistSaveShardedStrategy):
+    """megatron-core 0.19's own writes in a process that it spawns for each rank, which outlives a rank that is killed,
+    and copies the model there."""
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=OneByOneWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        )
+
+
 def save_weights(
     chunks: Sequence[MegatronModule], shape: ModelShape, folder: str | Path, common: Mapping[str, Any] | None = None
 ) -> None:
@@ -56,7 +118,8 @@ def save_weights(
     Collective: every rank of the world. Effect: the folder counts as a checkpoint once its metadata.json is there.
     """
     state: dict[str, Any] = {f"chunk{number}": weight_shards(chunk, shape) for number, chunk in enumerate(chunks)}
-    dist_checkpointing.save(state | dict(common or {}), str(folder), content_metadata=dict(CONTENT))
+    state |= dict(common or {})
+    dist_checkpointing.save(state, str(folder), _SaveInThisProcess(), content_metadata=dict(CONTENT))
 
 
 class StoredWeights:

@@ -11,7 +11,6 @@ the checkpoint's own `hf` folder, or the conversion is refused. So the way back 
 
 import io
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,18 +29,22 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron_sao.config.parallel import Parallel
 from megatron_sao.convert.family import MTP_COUNT, ModelShape, read_shape
 from megatron_sao.convert.slices import WeightSlice, local_slices, slice_view
 from megatron_sao.errors import CheckpointError
 from megatron_sao.models.build import Role, build_model
-from megatron_sao.models.checkpoint import CONTENT, HF_PART, StoredWeights, built, weight_shards
+from megatron_sao.models.checkpoint import (
+    CONTENT,
+    HF_PART,
+    MAX_FILE_BYTES,
+    OneByOneWriter,
+    StoredWeights,
+    built,
+    weight_shards,
+)
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.hf_writer import HFWriter, copy_side_files, num_bytes
 from megatron_sao.models.new_folder import new_folder
@@ -59,7 +62,6 @@ from megatron_sao.models.weights import (
 from megatron_sao.parallel.fake_world import fake_world
 
 ALONE = Parallel()
-MAX_FILE_BYTES = 5 * 10**9  # of a checkpoint's files
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -85,7 +87,13 @@ class _Parameter:
 
 @contextmanager
 def _model(
-    role: Role, shape: ModelShape, hf_config: dict[str, Any], content: Mapping[str, Any], *, with_mtp: bool, outputs: int
+    role: Role,
+    shape: ModelShape,
+    hf_config: dict[str, Any],
+    content: Mapping[str, Any],
+    *,
+    with_mtp: bool,
+    outputs: int,
 ) -> Iterator[list[_Parameter]]:
     """The parameters of a whole model; while the block lasts, this process is the one rank of a world."""
     with fake_world(ALONE, rank=0) as world:
@@ -198,7 +206,7 @@ def _without_place(
     rest = [name for name in folder.names() if name not in taken]
     unknown = [name for name in rest if name not in known and name not in dropped]
     if unknown:
-        raise CheckpointError(f"the model folder {folder.path} holds tensors that no model of ours has: {_some(unknown)}")
+        raise CheckpointError(f"{folder.path} holds tensors that no model of ours has: {_some(unknown)}")
     return [n for n in rest if n not in dropped], [n for n in rest if n in dropped]
 
 
@@ -247,40 +255,6 @@ def _meta(parameter: _Parameter) -> torch.Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
-class _OneByOneWriter(FileSystemWriter):
-    """Writes item after item into files of bounded size.
-
-    torch 2.13's own keeps every tensor of a file until the file is complete.
-    """
-
-    def __init__(self, path: Path, max_file_bytes: int):
-        super().__init__(path)
-        self._max_file_bytes = max_file_bytes
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        items = deque(plan.items)
-        number = 0
-        while items:
-            file = f"{plan.storage_data.prefix}{number}.distcp"
-            with (self.path / file).open("wb") as stream:
-                while items and stream.tell() < self._max_file_bytes:
-                    item = items.popleft()
-                    begin = stream.tell()
-                    data = planner.resolve_data(item)
-                    if item.type == WriteItemType.BYTE_IO:
-                        stream.write(data.getbuffer())
-                    else:
-                        # A view of half a parameter would be saved with the whole of it.
-                        torch.save(data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), stream)
-                    length = stream.tell() - begin
-                    results.append(WriteResult(item.index, length, _StorageInfo(file, begin, length)))
-            number += 1
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
 def _write_checkpoint(
     folder: HFFolder,
     destination: Path,
@@ -293,7 +267,7 @@ def _write_checkpoint(
     shards = {shard.key: [shard] for parameter in parameters for shard in parameter.stored(_meta(parameter))}
     torch_checkpoint.save(
         mcore_to_pyt_state_dict({facts.unique_key: [facts], **shards}),
-        storage_writer=_OneByOneWriter(destination, max_file_bytes),
+        storage_writer=OneByOneWriter(destination, max_file_bytes),
         planner=_FilledWhenWritten(parameters, folder, report),
         no_dist=True,
     )

@@ -99,7 +99,8 @@ class HFFolder:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / shard} cannot be read (truncated?): {error}") from None
         except KeyError as error:
-            raise CheckpointError(f"{self.path / shard}: {name} has the number format {error}, not known here") from None
+            where = f"{name} in {self.path / shard}"
+            raise CheckpointError(f"{where} has the number format {error}, which is not known here") from None
         return found
 
     def names(self) -> list[str]:

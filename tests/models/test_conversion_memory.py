@@ -33,7 +33,7 @@ conversion.megatron_to_hf(f"{root}/large-megatron", f"{root}/large-hf")
 steps.append(peak())
 shutil.rmtree(f"{root}/large-megatron")
 shutil.rmtree(f"{root}/large-hf")
-conversion._OneByOneWriter.write_data = FileSystemWriter.write_data
+conversion.OneByOneWriter.write_data = FileSystemWriter.write_data
 conversion.hf_to_megatron(f"{root}/large", f"{root}/again")
 steps.append(peak())
 shutil.rmtree(f"{root}/again")
@@ -77,7 +77,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     small, there, back, careless = json.loads(done.stdout.splitlines()[-1])
-    print(f"peaks: small {small / GB:.2f}, there {there / GB:.2f}, back {back / GB:.2f}, careless {careless / GB:.2f} GB")
+    print("peaks in GB:", [round(peak / GB, 2) for peak in (small, there, back, careless)], "bound:", bound / GB)
     assert there <= back <= bound
     assert back - small <= 3 * GROUP, "what the model's size adds"
     assert careless > bound + GB / 4, "torch's own writer keeps a file's tensors: the measurement shows it"
