@@ -29,6 +29,7 @@ EXIT_DOES_NOT_FIT = 10  # beyond the codes of errors.py
 GPUS_PER_NODE = 8
 FILE_COLUMNS = 120  # of tables that go to a file
 LINK_GBPS, MESSAGE_US = 400.0, 20.0
+LOAD_US = 160.0  # vLLM 0.32's loader with 256 experts, measured on one core (README.md)
 
 _ABOUT = "The memory, traffic and balance of a run, without running it."
 _VALUES = {
@@ -39,6 +40,7 @@ _VALUES = {
     "mean-tokens": "assumed length of a trajectory (default sampling.max_trajectory_tokens)",
     "link-gbps": f"of --push: network of each GPU in Gb/s, each way (default {LINK_GBPS:g})",
     "message-us": f"of --push: what a message costs besides its bytes, in microseconds (default {MESSAGE_US:g})",
+    "load-us": f"of --push: what a worker needs to load a piece, in microseconds (default {LOAD_US:g})",
 }
 _SWITCHES = {"push": "predict a weight push from the trainer to the engines instead"}
 
@@ -74,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         link = Link(_number(options, "link-gbps", LINK_GBPS) * 1e9 / 8, _number(options, "message-us", MESSAGE_US) / 1e6)
         with Progress(console) as progress:
             push = plan_push(config, hf_config, lambda done, total: progress.update("ranks", done, total))
-        print_push(console, config, push, link)
+        print_push(console, config, push, link, _number(options, "load-us", LOAD_US) / 1e6)
         return 0
     with Progress(console) as progress:
         plan = make_plan(config, hf_config, mean_tokens, lambda done, total: progress.update("stages", done, total))

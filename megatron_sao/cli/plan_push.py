@@ -7,21 +7,22 @@ from rich.table import Table
 
 from megatron_sao.config import Config
 from megatron_sao.transport.forecast import Link, PushForecast, forecast
-from megatron_sao.transport.plan import PushPlan
+from megatron_sao.transport.plan import PushPlan, encode_plan
 
 GIB, MIB = 2**30, 2**20
 
 _WORDS = """\
 A rank sends each bucket once, to one worker, which passes it on to the same worker of the other engines (to all, if all
-load it) while the next one arrives; engines take turns in it. The path follows the buckets of the plan in their order;
-filling the next one and loading the last one meanwhile are taken as no slower than the link. Not counted: the pause
-before, the agreement of all at both ends, switches that are shared."""
+load it) while the next one arrives; engines take turns in it. A worker loads one bucket while the next one arrives. The
+path follows the buckets of the plan in their order. Not counted: the pause before, the agreement of all at both ends,
+filling a buffer while another one is sent, copies within a GPU, switches that are shared."""
 
 
-def print_push(console: Console, config: Config, plan: PushPlan, link: Link) -> None:
-    """Print the forecast of one push."""
+def print_push(console: Console, config: Config, plan: PushPlan, link: Link, piece_s: float) -> None:
+    """Print the forecast of one push. Args: piece_s: as in `forecast`."""
     p, e = config.parallel, config.engine
-    found = forecast(plan, num_engines=e.count, link=link)
+    found = forecast(plan, num_engines=e.count, link=link, piece_s=piece_s)
+    network = forecast(plan, num_engines=e.count, link=link)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -29,20 +30,24 @@ def print_push(console: Console, config: Config, plan: PushPlan, link: Link) -> 
     say(
         f"one push: {p.world_size} trainer ranks (tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp}, ep {p.ep} x etp {p.etp})"
         f" to {e.count} engines of {e.tensor_parallel} workers; {link.bytes_per_s * 8 / 1e9:g} Gb/s each way for each of"
-        f" them, {link.message_s * 1e6:g} us a message"
+        f" them, {link.message_s * 1e6:g} us a message, {piece_s * 1e6:g} us to load a piece"
     )
     num_items = sum(len(bucket.items) for bucket in plan.buckets)
     sent = sum(found.sent_bytes)
     say(
         f"plan {plan.hash}: {len(plan.expected):,} tensors in {num_items:,} pieces and {len(plan.buckets):,} buckets, the"
-        f" largest {plan.max_bucket_bytes / MIB:,.1f} MiB (each rank and worker holds two); {sent / GIB:,.1f} GiB sent"
+        f" largest {plan.max_bucket_bytes / MIB:,.1f} MiB (each rank and worker holds two); {sent / GIB:,.1f} GiB sent; an"
+        f" engine gets the plan itself, {len(encode_plan(plan)) / 1e6:,.1f} MB, when it joins"
     )
     _print_table(console, found)
     say(f"senders: most loaded / mean = {found.balance:.3f}")
     say(
-        f"critical path: fill {_s(found.filling_s)} + transfer {_s(found.transfer_s)} + load {_s(found.loading_s)} ="
-        f" {_s(found.total_s)} seconds; never waiting, the busiest rank would need {_s(found.sending_s)}, the busiest"
-        f" worker {_s(found.receiving_s)}"
+        f"critical path: {_s(found.total_s)} seconds, the last byte arrives after {_s(found.filling_s + found.transfer_s)};"
+        f" if loading were free: {_s(network.total_s)}"
+    )
+    say(
+        f"never waiting, the busiest rank would need {_s(found.sending_s)} seconds to send, the busiest worker"
+        f" {_s(found.receiving_s)} to receive and {_s(found.loading_s)} to load {max(found.num_loaded):,} pieces"
     )
     say(_WORDS)
 

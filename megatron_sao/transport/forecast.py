@@ -5,8 +5,8 @@ The buckets are gone through in their one order, as sender and receiver do. A ra
 worker takes one after the other: what it got from a rank it passes on to its peers, what a peer passes on it takes, and if
 the next one comes from a rank it lets that arrive meanwhile. Passing on is a broadcast through the chain of peers, in
 which each takes the bucket in and gives it out at the same time. A bucket that has begun is not slowed down by others.
-What a rank or worker does besides is taken as no slower than the link: filling a buffer while another one is sent, loading
-one while the next arrives. It leaves the first bucket's filling and the last one's loading.
+A worker loads a bucket while it takes the next one, and has two buffers: it takes none before the last but one is loaded.
+What is taken as free: filling a buffer while another one is sent, and copying within a GPU.
 """
 
 from dataclasses import dataclass
@@ -28,68 +28,80 @@ class Link:
 
 @dataclass(frozen=True)
 class PushForecast:
-    """What one push moves, and when it is over."""
+    """What one push moves, and when it is over. Lists are by trainer rank, or by kind of worker: engines do not differ."""
 
-    sent_bytes: list[int]  # by each trainer rank
-    received_bytes: list[int]  # by the worker of each kind; engines do not differ
-    num_sent: list[int]  # messages of each trainer rank
-    num_received: list[int]  # and of the worker of each kind
+    sent_bytes: list[int]
+    num_sent: list[int]  # messages
     sending_s: float  # the busiest rank, if it never waited
+    received_bytes: list[int]
+    num_received: list[int]
     receiving_s: float  # the busiest worker, if it never waited
+    num_loaded: list[int]  # pieces
+    loading_s: float  # the busiest worker, if it never waited
     filling_s: float  # before the first byte is out
-    transfer_s: float  # until the last byte has arrived everywhere
-    loading_s: float  # after that
+    transfer_s: float  # from then until the last byte has arrived everywhere
+    total_s: float  # from the first filled buffer to weights that can serve
 
     @property
     def balance(self) -> float:
         """Bytes of the most loaded sender / mean."""
         return max(self.sent_bytes) * len(self.sent_bytes) / sum(self.sent_bytes)
 
+
+@dataclass(eq=False)
+class _Worker:
+    taken: float = 0.0  # when it has taken, and passed on, all so far
+    can_open: float = 0.0  # when it can let the next one arrive from a rank: while it is busy with the last of them
+    loaded: float = 0.0  # when the last of them is loaded
+    loaded_before: float = 0.0  # and the last but one: then its buffer is free
+
     @property
-    def total_s(self) -> float:
-        """From the first filled buffer to weights that can serve."""
-        return self.filling_s + self.transfer_s + self.loading_s
+    def is_free(self) -> float:
+        """When it can take part in the next one."""
+        return max(self.taken, self.loaded_before)
 
 
-def forecast(plan: PushPlan, *, num_engines: int, link: Link) -> PushForecast:
-    """Follow the plan, bucket by bucket."""
+def forecast(plan: PushPlan, *, num_engines: int, link: Link, piece_s: float = 0.0) -> PushForecast:
+    """Follow the plan, bucket by bucket.
+
+    Args:
+        piece_s: what loading a piece costs a worker.
+    """
     kinds, ranks = plan.engine.num_workers, plan.num_trainer_ranks
-    sent_bytes, num_sent, received_bytes, num_received = [0] * ranks, [0] * ranks, [0] * kinds, [0] * kinds
+    sent_bytes, num_sent = [0] * ranks, [0] * ranks
+    received_bytes, num_received, num_loaded = [0] * kinds, [0] * kinds, [0] * kinds
     rank_free = [0.0] * ranks
     workers = [_Worker() for _ in range(num_engines * kinds)]
     for bucket, first in zip(plan.buckets, plan.first_workers(num_engines), strict=True):
-        size = bucket.num_bytes
+        size, rank, root = bucket.num_bytes, bucket.src_rank, workers[first]
         seconds = link.seconds(size)
-        rank = bucket.src_rank
-        root = workers[first]
-        arrived = max(rank_free[rank], root.can_open) + seconds
-        rank_free[rank] = arrived
+        arrived = rank_free[rank] = max(rank_free[rank], root.can_open, root.loaded_before) + seconds
         takers = workers if bucket.kind == EVERY_KIND else workers[bucket.kind :: kinds]
         over = arrived
         if len(takers) > 1:
             over = max(arrived, *(worker.is_free for worker in takers)) + seconds
         for worker in takers:
             worker.can_open = max(worker.is_free, arrived) if worker is root else worker.is_free
-            worker.is_free = over
+            worker.taken = over
+            worker.loaded_before = worker.loaded
+            worker.loaded = max(worker.loaded, over) + len(bucket.items) * piece_s
         sent_bytes[rank] += size
         num_sent[rank] += 1
         for kind in range(kinds) if bucket.kind == EVERY_KIND else [bucket.kind]:
             received_bytes[kind] += size
             num_received[kind] += 1
+            num_loaded[kind] += len(bucket.items)
+    filling_s = link.seconds(plan.buckets[0].num_bytes)
     return PushForecast(
         sent_bytes,
-        received_bytes,
         num_sent,
+        max(map(link.seconds, sent_bytes, num_sent)),
+        received_bytes,
         num_received,
-        sending_s=max(map(link.seconds, sent_bytes, num_sent)),
-        receiving_s=max(map(link.seconds, received_bytes, num_received)),
-        filling_s=link.seconds(plan.buckets[0].num_bytes),
-        transfer_s=max(worker.is_free for worker in workers),
-        loading_s=link.seconds(plan.buckets[-1].num_bytes),
+        max(map(link.seconds, received_bytes, num_received)),
+        num_loaded,
+        max(num_loaded) * piece_s,
+        filling_s,
+        max(worker.taken for worker in workers),
+        filling_s + max(worker.loaded for worker in workers),
     )
-
-
-@dataclass
-class _Worker:
-    is_free: float = 0.0  # when it has taken, and passed on, all so far
-    can_open: float = 0.0  # when it can let the next one arrive from a rank: while it is busy with the last of them
