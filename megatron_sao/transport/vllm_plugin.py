@@ -196,8 +196,9 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
         """Why this worker cannot take that push, or None."""
         if update_info.plan_hash != self._plan_hash:
             return f"the scheduler announced plan {update_info.plan_hash}, this engine joined with {self._plan_hash}"
-        if update_info.policy_version <= self._published_version:
-            return (f"policy_version must rise: this engine already serves {self._published_version}, "
+        # Equal is allowed: a push that failed after this engine had published is repeated with the same weights.
+        if update_info.policy_version < self._published_version:
+            return (f"policy_version must not fall: this engine already serves {self._published_version}, "
                     f"{update_info.policy_version} was announced")
         if self._update.received_version is not None:
             return "this push has already arrived; finish_weight_update must come before the next one"

@@ -404,8 +404,8 @@ def test_finish_without_a_push_publishes_nothing(setup):  # WSY-09
 
 def test_a_version_that_falls_is_refused(setup):  # WSY-10
     async def scenario(client):
-        with pytest.raises(EngineError, match="policy_version must rise"):
-            await setup.push(client, "B", setup.version)
+        with pytest.raises(EngineError, match="policy_version must not fall"):
+            await setup.push(client, "B", setup.version - 1)
         await setup.push(client, "A", setup.next_version())
         return await greedy(client)
 
