@@ -85,21 +85,16 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First message of a trainer. Answer: Welcome, once every engine has joined the weight group.
+    """First message of a trainer. Answer: Welcome."""
 
-    The trainer opens its side of the group in a side thread before it sends this, since engines join while it waits.
-    """
-
-    policy_version: int
+    policy_version: int  # of the weights that the trainer holds; its first PushRequest brings the engines to it
     num_trainer_ranks: int
-    master_address: str  # where trainer rank 0 holds the TCPStore of the weight group
-    master_port: int
-    plan: bytes  # transport.plan.PushPlan, encoded; the engines get it once
+    plan: bytes  # transport.plan.PushPlan, encoded; an engine gets it when it joins the weight group
     plan_hash: str
 
 
 class NeedBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer: Batch. `policy_version` is the version that trains the batch; lag is measured against it."""
+    """Answer: Batch, or PushWanted. Lag is measured against `policy_version`, the version that trains the batch."""
 
     step: int
     phase: str  # PRETRAIN | WARMUP | TRAIN
@@ -108,19 +103,32 @@ class NeedBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PushRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer: PushGo as soon as engines are paused and receiving; the trainer ranks then broadcast their buckets."""
+    """Bring every engine to `policy_version`: asked again after each part of a push, until the answer is PushDone.
 
-    policy_version: int  # the version being published
+    Answer: FormGroup, or PushGo as soon as engines are paused and receiving, or PushDone.
+    """
+
+    policy_version: int  # the version being published; never lower than what engines hold
+    has_group: bool  # False = the trainer has no weight group, or has left the one it had
+
+
+class GroupOpen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The trainer ranks wait in a new weight group. Answer: Ack once every engine has joined, or PushFailed."""
+
+    policy_version: int  # of the push
+    master_address: str  # where trainer rank 0 holds the TCPStore of the group
+    master_port: int
 
 
 class PushSent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All buckets are out. Answer: PushDone after every engine verified, published and resumed."""
+    """All buckets are out. Answer: PushDone after every engine verified, published and resumed; or PushFailed."""
 
     policy_version: int
+    fault: str = ""  # not empty = sending failed on some rank, all ranks have left the group
 
 
 class EvalRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer: EvalResult of the held-out prompts under the weights the engines hold now."""
+    """Answer: EvalResult of the held-out prompts under the weights the engines hold now, or PushWanted."""
 
     name: str  # "before" | "after" | "step-40"
 
@@ -146,9 +154,9 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to Hello: every engine has joined the weight group."""
+    """Answer to Hello."""
 
-    num_engines: int
+    num_engines: int  # that the scheduler knows of, also those that do not answer now
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -159,17 +167,34 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     metrics: dict[str, float]  # e.g. {"schedule/dropped_stale": 0.0, "schedule/wait_s": 0.4, "schedule/buffered": 12.0}
 
 
+class FormGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to PushRequest: leave the weight group you have, open a new one of this size, and say GroupOpen."""
+
+    num_engines: int
+    num_workers: int  # of all these engines; they come after the trainer ranks
+
+
 class PushGo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to PushRequest: engines are paused and receive."""
 
     policy_version: int
 
 
+class PushFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to GroupOpen and PushSent: it came to nothing. Leave the weight group and say PushRequest again."""
+
+    reason: str
+
+
 class PushDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to PushSent: every engine serves the new version."""
+    """Answer to PushRequest and PushSent: every engine that answers serves the version."""
 
     policy_version: int
-    metrics: dict[str, float]  # {"push/pause_s": ..., "push/transfer_s": ..., "push/resume_s": ...}
+    metrics: dict[str, float]  # {"push/pause_s": ..., "push/transfer_s": ..., "push/load_s": ..., ...}
+
+
+class PushWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to NeedBatch and EvalRequest: no engine serves, but one waits for weights. Push, then ask again."""
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -182,7 +207,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to StepReport and Goodbye: heard."""
+    """Answer to GroupOpen, StepReport and Goodbye: heard, done."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -191,8 +216,10 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-TrainerMessage = Hello | NeedBatch | PushRequest | PushSent | EvalRequest | StepReport | Goodbye
-SchedulerMessage = Welcome | Batch | PushGo | PushDone | EvalResult | Ack | Abort
+TrainerMessage = Hello | NeedBatch | PushRequest | GroupOpen | PushSent | EvalRequest | StepReport | Goodbye
+SchedulerMessage = (
+    Welcome | Batch | FormGroup | PushGo | PushFailed | PushDone | PushWanted | EvalResult | Ack | Abort
+)
 
 
 # ---- the wire --------------------------------------------------------------------------------------------------

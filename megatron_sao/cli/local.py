@@ -2,15 +2,16 @@
 
     python -m megatron_sao.cli.local CONFIG [--section.key value ...] [--dry-run]
 
-Its last line is `RESULT key=value ...`. If one process fails, the others are stopped and its message is the program's:
-of the one that failed first, not of those that only lost their partner.
+Its last line is `RESULT key=value ...`. An engine that dies is started again, `engine.restarts` times; the scheduler
+goes on with the others meanwhile. If another process fails, the rest is stopped and its message is the program's: of
+the one that failed first, not of those that only lost their partner.
 """
 
 import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -50,11 +51,11 @@ def run(config: Config, started: float) -> None:
     with ExitStack() as running:
         engines = []
         for number in range(config.engine.count):
-            engines.append(_start_engine(config, number, model_folder, run_folder))
-            running.callback(engines[-1].stop)
+            engines.append(KeptEngine(_start_engine(config, number, model_folder, run_folder), config.engine.restarts))
+            running.callback(engines[-1].process.stop)
         trainer = _start_trainer(config, config_path, model_folder, run_folder)
         running.callback(trainer.stop)
-        scheduler = _start_scheduler(config_path, model_folder, run_folder, [engine.url for engine in engines])
+        scheduler = _start_scheduler(config_path, model_folder, run_folder, [engine.process.url for engine in engines])
         running.callback(scheduler.stop)
         say(f"starting {len(engines)} engine(s), {config.parallel.world_size} trainer ranks and the scheduler")
         _wait_until_ready(engines, [scheduler, trainer])
@@ -131,22 +132,64 @@ def _start_trainer(config: Config, config_path: Path, model_folder: Path, run_fo
     return ChildProcess("trainer", command, run_folder / "logs" / "trainer.log", env)
 
 
-def _wait_until_ready(engines: list[EngineProcess], others: list[ChildProcess]) -> None:
+class KeptEngine:
+    """A server that is started again when it dies, once it was ready the first time.
+
+    Args:
+        process: just started.
+        restarts: how many times.
+    """
+
+    def __init__(self, process: EngineProcess, restarts: int):
+        self.process = process
+        self._log_path = Path(process.settings.log_path)
+        self._restarts = restarts
+        self._num_restarts = 0
+        self._is_ready = False
+        self._was_ready = False
+
+    def wait_ready(self, meanwhile: Callable[[], None]) -> float:
+        """Wait for the first start. Returns: seconds it took. Raises: as EngineProcess.wait_ready."""
+        seconds = self.process.wait_ready(meanwhile)
+        self._is_ready = self._was_ready = True
+        return seconds
+
+    def check(self) -> None:
+        """Effect: starts it again if it has died. Raises: EngineError when it has died too often."""
+        try:
+            if self._is_ready or not self._was_ready:
+                self.process.check_alive()
+            elif self.process.is_ready():
+                self._is_ready = True
+                say(f"engine {self.process.url} is back; the next push takes it in")
+        except EngineError as error:
+            if not self._was_ready or self._num_restarts == self._restarts:
+                raise
+            self._start_again(str(error))
+
+    def _start_again(self, reason: str) -> None:
+        self._num_restarts += 1
+        self._is_ready = False
+        say(f"{reason.splitlines()[0].rstrip(':')}; starting it again ({self._num_restarts} of {self._restarts})")
+        self.process.start_again(self._log_path.with_suffix(f".{self._num_restarts}.log"))
+
+
+def _wait_until_ready(engines: list[KeptEngine], others: list[ChildProcess]) -> None:
     for engine in engines:
         seconds = engine.wait_ready(meanwhile=lambda: _check(engines, others))
-        say(f"engine {engine.url} ready after {seconds:.0f} s")
+        say(f"engine {engine.process.url} ready after {seconds:.0f} s")
 
 
 # Exit codes of a process that complains about another one, which mostly has ended or is about to.
 _BLAMES_ANOTHER = (ProtocolError.exit_code, EngineError.exit_code)
 
 
-def _check(engines: list[EngineProcess], children: list[ChildProcess]) -> None:
+def _check(engines: list[KeptEngine], children: list[ChildProcess]) -> None:
     """Raises: the error of the process that ended badly, for the reason nearest to the cause."""
     deadline = time.monotonic() + CAUSE_WAIT_S
     while True:
         for engine in engines:
-            engine.check_alive()
+            engine.check()
         failures = [failure for child in children if (failure := child.failure())]
         if not failures:
             return
@@ -159,7 +202,7 @@ def _check(engines: list[EngineProcess], children: list[ChildProcess]) -> None:
         time.sleep(0.1)
 
 
-def _supervise(engines: list[EngineProcess], trainer: ChildProcess, scheduler: ChildProcess) -> None:
+def _supervise(engines: list[KeptEngine], trainer: ChildProcess, scheduler: ChildProcess) -> None:
     """Wait until trainer and scheduler are through; the scheduler shows the progress. Raises: as `_check`."""
     while trainer.exit_code is None or scheduler.exit_code is None:
         _check(engines, [scheduler, trainer])

@@ -76,8 +76,7 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
     environment = make_environment(config.task.environment, config.task.params)
     tasks = await _tasks(config, environment, chat)
     prompts, eval_prompts = _prompts(config, environment, tasks)
-    clients = [EngineClient(url, request_timeout_s=config.engine.request_timeout_s) for url in engine_urls]
-    engines = EnginePool(clients, wait_timeout_s=config.engine.request_timeout_s)
+    engines = _engine_pool(config, engine_urls)
     episode = EpisodeSettings(
         max_tokens_per_turn=config.sampling.max_tokens_per_turn,
         max_turns=config.sampling.max_turns,
@@ -113,7 +112,8 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
         _write_json(run_folder / ADDRESS_FILE, {"address": channel.address})
         try:
             await scheduler.run()
-            await _record_greedy_outputs(config, run_folder, engines, chat, environment, eval_prompts)
+            version = scheduler.policy_version
+            await _record_greedy_outputs(config, run_folder, engines, version, chat, environment, eval_prompts)
             outcome = "finished"
         except Exception as error:
             outcome = str(error)
@@ -127,26 +127,46 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
         await engines.close()
 
 
+def _engine_pool(config: Config, urls: list[str]) -> EnginePool:
+    engine, push = config.engine, config.push
+    pushes_s = 2 * push.attempts * push.timeout_s  # that a request may have to wait through
+    clients = [
+        EngineClient(url, request_timeout_s=engine.request_timeout_s + pushes_s, push_timeout_s=push.timeout_s)
+        for url in urls
+    ]
+    return EnginePool(
+        clients, wait_timeout_s=engine.start_timeout_s + pushes_s, return_timeout_s=engine.start_timeout_s
+    )
+
+
 async def _wait_for_engines(engines: EnginePool, timeout_s: float) -> None:
-    """Raises: EngineError naming the engines that do not answer within `timeout_s`."""
+    """Return when all engines answer, or after `timeout_s` when some do: the others may join later.
+
+    Raises: EngineError when none answers within `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        try:
-            return await engines.check_health()
-        except EngineError:
-            if time.monotonic() > deadline:
-                raise
+        answering = await engines.answering()
+        absent = ", ".join(engine.url for engine in engines.engines if engine.url not in answering)
+        if not absent:
+            return
+        if time.monotonic() > deadline:
+            break
         await asyncio.sleep(0.2)
+    if not answering:
+        raise EngineError(f"no answer from the engine at {absent}; its log is in the run folder")
+    log.warning("the run begins without the engine at %s", absent)
 
 
 async def _record_greedy_outputs(
-    config: Config, run_folder: Path, engines: EnginePool, chat: Chat, environment: Environment, prompts: list[Prompt]
+    config: Config, run_folder: Path, engines: EnginePool, policy_version: int, chat: Chat, environment: Environment,
+    prompts: list[Prompt],
 ) -> None:
     """Effect: leaves what the engines answer under the last push, for `tools/check_export.py` to compare with."""
     starts = [chat.prompt_ids(await environment.start(prompt.task).begin()) for prompt in prompts[:MAX_PROMPTS]]
     max_tokens = min(MAX_TOKENS, config.sampling.max_tokens_per_turn)
     record = GreedyRecord(
-        policy_version=(await engines.weight_versions())[0],
+        policy_version=policy_version,
         max_tokens=max_tokens,
         stop_token_ids=list(chat.stop_token_ids),
         continuations=await continue_greedily(
@@ -285,6 +305,7 @@ def _settings(config: Config) -> ScheduleSettings:
         batch_timeout_s=config.schedule.batch_timeout_s,
         push_timeout_s=config.push.timeout_s,
         push_backend=config.push.backend,
+        push_attempts=config.push.attempts,
     )
 
 

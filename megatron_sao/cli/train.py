@@ -59,7 +59,7 @@ def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str)
     from megatron_sao.parallel.init import start_world, stop_world
     from megatron_sao.train.link import SchedulerLink
     from megatron_sao.train.loop import train
-    from megatron_sao.train.push import Pusher
+    from megatron_sao.train.push import Pusher, longest_push_answer_s
     from megatron_sao.train.setup import build_trainer
 
     folder = HFFolder(model_folder)
@@ -69,7 +69,8 @@ def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str)
     trainer = build_trainer(config, folder, world)
     if world.is_first:
         print(f"value model, parameter groups of rank 0:\n{trainer.manifest}", flush=True)
-    link = SchedulerLink(_scheduler_address(run_folder), config.schedule.batch_timeout_s + 60)
+    longest_wait_s = max(config.schedule.batch_timeout_s + 60, longest_push_answer_s(config))
+    link = SchedulerLink(_scheduler_address(run_folder), longest_wait_s)
     names, left_out = (
         listed(folder, trainer.shape, with_mtp=trainer.exporter.has_mtp) for listed in (policy_shapes, left_out_names)
     )

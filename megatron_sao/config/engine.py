@@ -20,4 +20,5 @@ class Engine(Section):
     kv_cache_bytes: int = Field(64 * 2**20, ge=1, description="memory of the key/value cache of one worker")
     max_num_seqs: int = Field(64, ge=1, description="requests one server runs at the same time")
     start_timeout_s: float = Field(240.0, gt=0, description="time a server has to become ready")
-    request_timeout_s: float = Field(120.0, gt=0, description="time one request may take, pauses included")
+    request_timeout_s: float = Field(120.0, gt=0, description="time one request may take, apart from pushes")
+    restarts: int = Field(3, ge=0, description="times that the local run starts a server again that has died")

@@ -39,6 +39,12 @@ class ObjectGroup:
         dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, by rank, on every rank. Collective: the whole world."""
+        out: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(out, value, group=self._group)
+        return out
+
 
 def broadcast_tensor(tensor: torch.Tensor, source: int) -> None:
     """Fill `tensor` (contiguous, equal shapes and dtypes) with rank `source`'s. Collective: the whole world."""

@@ -4,7 +4,8 @@ Invariants:
 - every sampled token comes with exactly one finite log-prob <= 0 that was looked up by its own id; a sample that lacks
   one is refused, nothing is ever filled in;
 - every sampled token carries the policy_version that wrote it;
-- each call is bounded by `request_timeout_s`; a failed call is an EngineError that names the engine.
+- each call is bounded, by `request_timeout_s` or `push_timeout_s`; a failed call is an EngineError that names the
+  engine. One that every engine would refuse is a RequestRefused.
 """
 
 import asyncio
@@ -27,6 +28,10 @@ LOGP_ABSENT = -9999.0
 UNNAMED_VERSION = "default"
 
 
+class RequestRefused(EngineError):
+    """An engine that is well refuses a request (HTTP 4xx): it would be no use to ask another one."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """What the sampler wrote in answer to one request."""
@@ -42,13 +47,18 @@ class EngineClient:
 
     Args:
         url: "http://127.0.0.1:8000".
-        request_timeout_s: bound of one call, generation included.
+        request_timeout_s: bound of one generation; a push meanwhile counts, as the request waits through it.
+        push_timeout_s: bound of each other call, twice as much for those that carry a whole push; None = as above.
         unnamed_version: the policy_version of the weights the server started with, for tokens written before any push.
     """
 
-    def __init__(self, url: str, *, request_timeout_s: float = 120.0, unnamed_version: int = 0) -> None:
+    def __init__(
+        self, url: str, *, request_timeout_s: float = 120.0, push_timeout_s: float | None = None,
+        unnamed_version: int = 0,
+    ) -> None:
         self.url = url.rstrip("/")
         self.request_timeout_s = request_timeout_s
+        self.push_timeout_s = push_timeout_s or request_timeout_s
         self.unnamed_version = unnamed_version
         self._session: aiohttp.ClientSession | None = None
 
@@ -91,29 +101,30 @@ class EngineClient:
         }
         if seed is not None:
             params["seed"] = seed
-        answer = await self._call("POST", "/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
+        body = {"token_ids": token_ids, "sampling_params": params}
+        answer = await self._call("POST", "/inference/v1/generate", body, self.request_timeout_s)
         return parse_sample(answer, self.url, self.unnamed_version)
 
     async def is_healthy(self) -> bool:
         """True if the server answers and its engine is alive."""
         try:
-            await self._call("GET", "/health", timeout_s=min(5.0, self.request_timeout_s))
+            await self._call("GET", "/health", timeout_s=min(5.0, self.push_timeout_s))
         except EngineError:
             return False
         return True
 
-    async def world_size(self) -> int:
+    async def world_size(self, timeout_s: float | None = None) -> int:
         """Number of workers of this engine: how many ranks of the weight group it takes."""
-        return int((await self._call("GET", "/get_world_size"))["world_size"])
+        return int((await self._call("GET", "/get_world_size", timeout_s=timeout_s))["world_size"])
 
-    async def weight_version(self) -> int:
+    async def weight_version(self, timeout_s: float | None = None) -> int:
         """The policy_version of the weights the server now samples from."""
-        label = (await self._call("GET", "/weight_info"))["weight_version"]
+        label = (await self._call("GET", "/weight_info", timeout_s=timeout_s))["weight_version"]
         return _version_number(label, self.unnamed_version, self.url)
 
-    async def is_paused(self) -> bool:
+    async def is_paused(self, timeout_s: float | None = None) -> bool:
         """Whether the server holds its requests back."""
-        return bool((await self._call("GET", "/is_paused"))["is_paused"])
+        return bool((await self._call("GET", "/is_paused", timeout_s=timeout_s))["is_paused"])
 
     async def pause(self) -> None:
         """Effect: freezes running requests (nothing is aborted) and clears the caches, until resume()."""
@@ -126,7 +137,7 @@ class EngineClient:
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Effect: the engine's workers join the weight group; returns once the whole group has formed."""
-        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, 2 * self.push_timeout_s)
 
     async def start_weight_update(self) -> None:
         """Effect: the server must be paused; from here on it takes weights."""
@@ -134,7 +145,7 @@ class EngineClient:
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
         """Effect: the workers receive the buckets that the trainer broadcasts meanwhile."""
-        await self._call("POST", "/update_weights", {"update_info": update_info})
+        await self._call("POST", "/update_weights", {"update_info": update_info}, 2 * self.push_timeout_s)
 
     async def finish_weight_update(self, policy_version: int) -> None:
         """Effect: loads what arrived and publishes it as `policy_version`; the server refuses if a name is missing."""
@@ -147,20 +158,21 @@ class EngineClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        timeout_s = timeout_s or self.request_timeout_s
+        timeout_s = timeout_s or self.push_timeout_s
         what = f"{method} {path.split('?')[0]} of the engine at {self.url}"
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._open_session().request(method, self.url + path, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     text = (await response.text())[:2000]
-                    raise EngineError(f"{what} answered {response.status}: {text}")
+                    kind = RequestRefused if 400 <= response.status < 500 else EngineError
+                    raise kind(f"{what} answered {response.status}: {text}")
                 if response.content_type != "application/json":
                     return {}
                 return await response.json()
         except asyncio.TimeoutError as error:
             raise EngineError(f"{what} did not answer within {timeout_s:g} s "
-                              f"(engine.request_timeout_s)") from error
+                              "(engine.request_timeout_s or push.timeout_s)") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineError(f"{what} failed: {type(error).__name__}: {error}; has the engine died? "
                               f"its log is in the run folder") from error
@@ -178,7 +190,8 @@ def parse_sample(answer: dict[str, Any], engine: str, unnamed_version: int) -> S
     """The checked content of an answer of /inference/v1/generate.
 
     Raises:
-        EngineError: the request was aborted or ended for an unknown reason.
+        EngineError: the request was aborted.
+        RequestRefused: it ended for an unknown reason.
         DataError: tokens, log-probs or version spans are malformed.
     """
     try:
@@ -192,7 +205,8 @@ def parse_sample(answer: dict[str, Any], engine: str, unnamed_version: int) -> S
         raise DataError(f"the engine at {engine} answered without tokens or log-probs ({error!r}); "
                         "it must be started by this project's launcher") from error
     if stop_reason not in ("stop", "length"):
-        raise EngineError(f"the engine at {engine} ended a request with {stop_reason!r}; expected stop or length")
+        kind = EngineError if stop_reason in ("abort", "error") else RequestRefused
+        raise kind(f"the engine at {engine} ended a request with {stop_reason!r}; expected stop or length")
     if not token_ids or any(type(id) is not int or id < 0 for id in token_ids):
         raise DataError(f"the engine at {engine} returned the token ids {token_ids!r}; expected one or more ids >= 0")
     return Sample(

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -109,23 +109,39 @@ class EngineProcess:
             meanwhile: called again and again while waiting; what it raises ends the wait.
         Raises: EngineError when the server dies or is not ready within `start_timeout_s`; it is stopped then.
         """
-        deadline = self._started_s + self.settings.start_timeout_s
         try:
-            while not self._answers():
-                self.check_alive()
+            while not self.is_ready():
                 meanwhile()
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"the engine at {self.url} was not ready within engine.start_timeout_s = "
-                        f"{self.settings.start_timeout_s:g}:\n{log_excerpt(self.settings.log_path)}"
-                    )
                 time.sleep(0.1)
         except BaseException:
             self.stop()
             raise
-        self._release_port()
-        self._workers = _workers_below(self._process.pid)
         return time.monotonic() - self._started_s
+
+    def is_ready(self) -> bool:
+        """Whether the server answers. Raises: as `wait_ready`, but does not stop it."""
+        if self._answers():
+            self._release_port()
+            self._workers = _workers_below(self._process.pid)
+            return True
+        self.check_alive()
+        if time.monotonic() > self._started_s + self.settings.start_timeout_s:
+            raise EngineError(
+                f"the engine at {self.url} was not ready within engine.start_timeout_s = "
+                f"{self.settings.start_timeout_s:g}:\n{log_excerpt(self.settings.log_path)}"
+            )
+        return False
+
+    def start_again(self, log_path: str | Path) -> None:
+        """End what is left of the server and start it on the address that it had, from its first weights.
+
+        Args: log_path: another file, so that the old log still tells of the end.
+        Raises: as `start`.
+        """
+        self.stop()
+        self._workers = {}
+        self.settings = replace(self.settings, port=self.port, log_path=log_path)
+        self.start()
 
     def check_alive(self) -> None:
         """Raise EngineError, with what the log says, if the server or one of its workers has ended."""

@@ -1,13 +1,14 @@
 """The scheduler: answers the trainer's messages while episodes run.
 
-    Hello -> engines join the weight group          NeedBatch -> the first fresh trajectories
-    PushRequest, PushSent -> one weight push        EvalRequest -> held-out episodes
+    Hello -> who the trainer is                     NeedBatch -> the first fresh trajectories
+    PushRequest, GroupOpen, PushSent -> one push    EvalRequest -> held-out episodes
     StepReport -> the ledger marks the batch        Goodbye -> the end
 
 Invariants:
 - the version of the engines never falls, and a batch is trained by exactly the version the engines hold;
-- whatever fails first (an episode, an engine, the prompt source, the trainer) ends the run at once: the trainer gets
-  Abort with the reason, engines are resumed, the book stays true;
+- engines may fail and come back (schedule/push.py); while none serves, the trainer is asked to push again;
+- whatever else fails first (an episode, the prompt source, the trainer, all engines for good) ends the run at once: the
+  trainer gets Abort with the reason, engines with whole weights are resumed, the book stays true;
 - every wait has a bound: that of the caller's timeouts, or "no episode ended for so long".
 """
 
@@ -28,14 +29,18 @@ from megatron_sao.records import (
     Batch,
     EvalRequest,
     EvalResult,
+    FormGroup,
     Goodbye,
+    GroupOpen,
     Hello,
     NeedBatch,
     Prompt,
     PushDone,
+    PushFailed,
     PushGo,
     PushRequest,
     PushSent,
+    PushWanted,
     SchedulerMessage,
     StepReport,
     TrainerMessage,
@@ -67,6 +72,7 @@ class ScheduleSettings:
     batch_timeout_s: float  # an episode must end at least this often while something waits for episodes
     push_timeout_s: float  # for each part of a push, and for joining the weight group
     push_backend: str  # "gloo" | "nccl"
+    push_attempts: int = 3  # weight groups that one push may need
     trainer_start_timeout_s: float = 900.0  # from the start of the scheduler to Hello
     abort_linger_s: float = 15.0  # after a failure: how long the trainer may still ask, to hear the reason
 
@@ -107,6 +113,7 @@ class _Totals:
     num_trained_tokens: int = 0
     num_trained_tokens_lag_ge1: int = 0
     num_pushes: int = 0
+    num_failed_pushes: int = 0
     ids_in_flight_at_pushes: set[str] = field(default_factory=set)
     result: dict[str, float] = field(default_factory=dict)
 
@@ -128,7 +135,7 @@ class Scheduler:
     ) -> None:
         """Args:
             channel: the connection to the trainer.
-            engines: all engines, serving.
+            engines: all engines; some may come later.
             prompts: training prompts, in the order in which they are issued.
             eval_prompts: held-out prompts; they never enter the ledger.
             run_episode: plays one prompt on `engines`.
@@ -156,6 +163,7 @@ class Scheduler:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hello: Hello | None = None
         self._version = 0  # what the engines hold
+        self._may_repeat_version = False  # engines lack the trainer's version: it may be pushed without having risen
         self._is_dispatching = False
         self._wanted: NeedBatch | None = None  # the request that waits for trajectories now
         self._batch: _OpenBatch | None = None
@@ -163,12 +171,18 @@ class Scheduler:
         self._push: Push | None = None
         self._totals = _Totals()
 
+    @property
+    def policy_version(self) -> int:
+        """What the engines hold."""
+        return self._version
+
     # ---- the life of a run -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Serve one trainer from Hello to Goodbye.
 
-        Effect: afterwards no episode runs, and engines are resumed unless their weights are half-updated.
+        Effect: afterwards no episode runs, and engines are resumed unless their weights are half-updated: those stay
+        paused, and the next scheduler fences them until a whole push.
 
         Raises:
             SaoError: whatever ended the run early; an unforeseen exception comes out unchanged.
@@ -181,7 +195,8 @@ class Scheduler:
             raise
         finally:
             await self._dispatcher.stop()
-            await self._end_push(suppress_errors=True)
+            if self._push is not None:
+                await self._push.abandon()
 
     async def _serve(self) -> None:
         timeout_s: float | None = self._settings.trainer_start_timeout_s
@@ -211,15 +226,15 @@ class Scheduler:
             self._settle_batch()
         match message:
             case Hello():
-                return await self._welcome(message)
+                return self._welcome(message)
             case NeedBatch():
-                return await self._give_batch(message)
+                return await self._unless_no_engine_serves(self._give_batch(message))
             case PushRequest():
-                return await self._open_push(message)
-            case PushSent():
-                return await self._close_push(message)
+                return await self._go_on_with_push(message)
+            case GroupOpen() | PushSent():
+                return await self._take_part_of_push(message)
             case EvalRequest():
-                return await self._evaluate(message)
+                return await self._unless_no_engine_serves(self._evaluate(message))
             case StepReport():
                 return self._take_report(message)
             case Goodbye():
@@ -262,23 +277,12 @@ class Scheduler:
 
     # ---- Hello -------------------------------------------------------------------------------------------------
 
-    async def _welcome(self, hello: Hello) -> Welcome:
+    def _welcome(self, hello: Hello) -> Welcome:
         if self._hello is not None:
             raise ProtocolError("the trainer said Hello twice")
         self._hello = hello
-        world_sizes = await self._engines.world_sizes()
-        offsets = [hello.num_trainer_ranks + sum(world_sizes[:i]) for i in range(len(world_sizes))]
-        shared = {
-            "master_address": hello.master_address,
-            "master_port": hello.master_port,
-            "world_size": hello.num_trainer_ranks + sum(world_sizes),
-            "backend": self._settings.push_backend,
-            "plan": base64.b64encode(hello.plan).decode(),
-            "plan_hash": hello.plan_hash,
-            "timeout_s": self._settings.push_timeout_s,
-        }
-        await self._engines.init_weight_transfer([shared | {"rank_offset": offset} for offset in offsets])
-        return Welcome(num_engines=len(world_sizes))
+        self._may_repeat_version = True
+        return Welcome(num_engines=len(self._engines.engines))
 
     # ---- batches -----------------------------------------------------------------------------------------------
 
@@ -409,52 +413,72 @@ class Scheduler:
 
     # ---- pushes ------------------------------------------------------------------------------------------------
 
-    async def _open_push(self, request: PushRequest) -> PushGo:
-        self._check_push_request(request)
-        self._totals.num_pushes += 1
-        self._totals.ids_in_flight_at_pushes.update(self._dispatcher.running_ids)
-        self._push = Push(
-            self._engines,
-            policy_version=request.policy_version,
-            plan_hash=self._hello.plan_hash,
-            timeout_s=self._settings.push_timeout_s,
-            on_failure=self._fail,
-        )
-        await self._push.open()  # if it fails, `run` ends the push
-        return PushGo(policy_version=request.policy_version)
+    async def _go_on_with_push(self, request: PushRequest) -> FormGroup | PushGo | PushDone:
+        if self._push is None or self._push.policy_version != request.policy_version:
+            self._check_push_request(request)
+            self._push = self._new_push(request.policy_version)
+        answer = await self._push.proceed(request.has_group)
+        if isinstance(answer, PushGo):
+            self._totals.ids_in_flight_at_pushes.update(self._dispatcher.running_ids)
+        return self._end_push(answer) if isinstance(answer, PushDone) else answer
 
-    async def _close_push(self, sent: PushSent) -> PushDone:
-        if self._push is None or self._push.policy_version != sent.policy_version:
-            raise ProtocolError(f"PushSent of version {sent.policy_version} belongs to no open push")
-        try:
-            await self._push.close()
-        finally:
-            metrics = await self._end_push()
-        self._version = sent.policy_version
+    async def _take_part_of_push(self, message: GroupOpen | PushSent) -> Ack | PushDone | PushFailed:
+        if self._push is None or message.policy_version != self._push.policy_version:
+            raise ProtocolError(f"{type(message).__name__} of version {message.policy_version} belongs to no open push")
+        if isinstance(message, GroupOpen):
+            return await self._push.join(message)
+        answer = await self._push.close(message)
+        return self._end_push(answer) if isinstance(answer, PushDone) else answer
+
+    def _new_push(self, policy_version: int) -> Push:
+        info = {
+            "backend": self._settings.push_backend,
+            "plan": base64.b64encode(self._hello.plan).decode(),
+            "plan_hash": self._hello.plan_hash,
+            "timeout_s": self._settings.push_timeout_s,
+        }
+        return Push(
+            self._engines,
+            policy_version=policy_version,
+            plan_hash=self._hello.plan_hash,
+            num_trainer_ranks=self._hello.num_trainer_ranks,
+            join_info=info,
+            timeout_s=self._settings.push_timeout_s,
+            attempts=self._settings.push_attempts,
+        )
+
+    def _end_push(self, done: PushDone) -> PushDone:
+        self._push, self._may_repeat_version = None, False
+        self._totals.num_pushes += bool(done.metrics)  # else no engine lacked the version
+        self._totals.num_failed_pushes += round(done.metrics.get("push/attempts", 1.0)) - 1
+        self._version = done.policy_version
         self._num_unpublished = 0
         self._dispatcher.fill()
-        return PushDone(policy_version=sent.policy_version, metrics=metrics)
-
-    async def _end_push(self, *, suppress_errors: bool = False) -> dict[str, float]:
-        push, self._push = self._push, None
-        if push is None:
-            return {}
-        try:
-            return await push.end()
-        except SaoError:
-            if not suppress_errors:
-                raise
-            log.exception("engines could not be resumed")
-            return {}
+        return done
 
     def _check_push_request(self, request: PushRequest) -> None:
         if self._hello is None or self._push is not None:
             raise ProtocolError(f"PushRequest of version {request.policy_version} came before Hello or during a push")
-        # Before the first episode a trainer may publish the version it starts with: engines may hold other weights.
-        lowest = self._version + 1 if self._is_dispatching else self._hello.policy_version
+        lowest = max(self._version, self._hello.policy_version) + (not self._may_repeat_version)
         if request.policy_version < lowest:
             raise ProtocolError(f"version {request.policy_version} cannot be pushed: versions only grow, the next one "
                                 f"is {lowest}")
+
+    async def _unless_no_engine_serves[T](self, work: Awaitable[T]) -> T | PushWanted:
+        """The result of `work`, or, when no engine serves any more, what brings those back that answer."""
+        answer = asyncio.ensure_future(work)
+        fenced = asyncio.ensure_future(self._engines.all_fenced(self._version))
+        try:
+            await asyncio.wait({answer, fenced}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            fenced.result()
+            self._may_repeat_version = True
+            return PushWanted()
+        finally:
+            for task in (answer, fenced):
+                task.cancel()
+            await asyncio.gather(answer, fenced, return_exceptions=True)
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
@@ -528,6 +552,9 @@ class Scheduler:
             "in_flight_training": counts.training,
             "policy_version": self._version,
             "num_pushes": totals.num_pushes,
+            "failed_push_attempts": totals.num_failed_pushes,
+            "engines_taken_out": self._engines.num_taken_out,
+            "requests_reissued": self._engines.num_reissued,
             "lag_max": totals.lag_max,
             "trained_action_tokens": totals.num_trained_tokens,
             "trained_action_tokens_lag_ge1": totals.num_trained_tokens_lag_ge1,

@@ -1,21 +1,46 @@
-"""One publication of new weights to every engine, from pause to resume.
+"""One publication of new weights to every engine that answers, however often parts of it must be repeated.
+
+The trainer asks for a version again and again until it is told that it is done; each answer says what to do next:
+
+    trainer                           scheduler
+    (first bucket is ready)
+    PushRequest(v, has_group) ------> which engines answer, and lack v?
+          <------------------------   FormGroup: they are not the weight group, or it broke
+    GroupOpen(address) ------------>  these engines join              Ack, or PushFailed
+    PushRequest(v, has_group) ------> pauses them, starts an update   PushGo
+    (sends all buckets)
+    PushSent(v, fault) ------------>  verifies, publishes, resumes    PushDone, or PushFailed
+    ... after PushFailed the trainer leaves the group and begins again ...
+    PushRequest(v, has_group) ------> no engine that answers lacks v  PushDone
+
+So a fault has no path of its own: an engine that died is not in the next group; one that was started again or joins
+late is asked at the next push, lacks the version and gets all of it; engines that already published take no part in
+the repetition. When no engine serves while the trainer waits for trajectories, it is told PushWanted and pushes the
+version it has. A trainer that dies leaves engines paused and fenced; the next one finds them lacking its version.
 
 Invariants:
-- running requests are kept, never aborted: they wait through the push and go on under the new weights;
-- the version is published last, after every engine received every tensor, and is read back;
-- engines are resumed whatever happened (`end`), and no step of it waits without a bound.
+- running requests of an engine that answers are kept, never aborted: they wait and go on under the new weights;
+- the version is published last, after every engine of the group received every tensor, and is read back;
+- engines are resumed whatever happened, except where weights are half-updated;
+- no step waits without a bound, and a push that fails `attempts` times ends the run, or goes on without the engines
+  that it did not reach if others serve the new version.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from typing import Any
 
-from megatron_sao.errors import EngineError, ProtocolError
+from megatron_sao.errors import EngineError, SaoError
+from megatron_sao.records import Ack, FormGroup, GroupOpen, PushDone, PushFailed, PushGo, PushSent
+from megatron_sao.rollout.engine_client import EngineClient
 from megatron_sao.rollout.engine_pool import EnginePool
+
+log = logging.getLogger(__name__)
 
 
 class Push:
-    """The scheduler's side of one push: `open`, then `close` once the trainer has sent everything, `end` always."""
+    """The scheduler's side of one push; each method gives the answer to one message of the trainer."""
 
     def __init__(
         self,
@@ -23,64 +48,152 @@ class Push:
         *,
         policy_version: int,
         plan_hash: str,
+        num_trainer_ranks: int,
+        join_info: dict[str, Any],
         timeout_s: float,
-        on_failure: Callable[[BaseException], None],
+        attempts: int,
     ) -> None:
         """Args:
-            engines: every engine that serves.
+            engines: every engine of the run.
             policy_version: the version being published.
-            plan_hash: names the bucket plan the engines got at the start.
-            timeout_s: longest wait for each part of the push.
-            on_failure: called when receiving fails while the trainer is still sending.
+            plan_hash: names the bucket plan.
+            num_trainer_ranks: they come first in the weight group.
+            join_info: what an engine must know to join, besides where and as which rank.
+            timeout_s: how long engines may take to load after the last bucket was sent.
+            attempts: weight groups that are formed for this push before it is given up.
         """
         self._engines = engines
         self.policy_version = policy_version
-        self._info = {"policy_version": policy_version, "plan_hash": plan_hash}
+        self._plan_hash = plan_hash
+        self._num_trainer_ranks = num_trainer_ranks
+        self._join_info = join_info
         self._timeout_s = timeout_s
-        self._on_failure = on_failure
+        self._attempts = attempts
+        self._num_groups = 0
+        self._num_failures = 0
+        self._asked: list[EngineClient] = []  # to form the next weight group, and then its members
         self._loading: asyncio.Task[None] | None = None
+        self._fault = ""  # of the last attempt
+        self._stopped_s: float | None = None  # when engines were first paused
+        self._is_paused = False
         self._go_s = 0.0
-        self._metrics: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
-    async def open(self) -> None:
-        """Pause every engine and make it receive. Effect: engines wait for buckets when this returns."""
+    async def proceed(self, has_group: bool) -> FormGroup | PushGo | PushDone:
+        """Answer to PushRequest. Raises: EngineError when no engine answers, or none could be reached so often."""
+        while True:
+            # Who is out now stays out of this push.
+            await self._engines.survey(self.policy_version, ask_absent=not self._num_groups)
+            await self._stop_loading()
+            lacking = self._engines.lacking(self.policy_version)
+            if not lacking and has_group:
+                return self._done()
+            wanted = lacking or self._engines.present
+            if not has_group or not self._engines.is_group(wanted):
+                if self._num_groups < self._attempts:
+                    return self._ask_for_group(wanted)
+                if not self._engines.serves(self.policy_version):
+                    raise EngineError(f"version {self.policy_version} could not be pushed with push.attempts = "
+                                      f"{self._attempts}; the last attempt ended with: {self._fault}")
+                await self._engines.give_up_on(lacking)
+                return self._done()
+            try:
+                await self._open()
+                return PushGo(policy_version=self.policy_version)
+            except EngineError as error:
+                await self._fail(error)
+                has_group = False
+
+    async def join(self, opened: GroupOpen) -> Ack | PushFailed:
+        """Answer to GroupOpen."""
+        place = {"master_address": opened.master_address, "master_port": opened.master_port}
+        size = self._num_trainer_ranks + self._engines.num_workers(self._asked)
+        info = self._join_info | place | {"world_size": size}
+        try:
+            await self._engines.join(self._asked, self._num_trainer_ranks, info)
+        except SaoError as error:
+            return await self._fail(error)
+        return Ack()
+
+    async def close(self, sent: PushSent) -> PushDone | PushFailed:
+        """Answer to PushSent: wait until everything is loaded, publish the version, let requests go on."""
+        sent_s = time.monotonic()
+        self._add("push/transfer_s", sent_s - self._go_s)
+        try:
+            if sent.fault:
+                raise EngineError(sent.fault)
+            await asyncio.wait_for(asyncio.shield(self._loading), self._timeout_s)
+            await self._engines.finish_weight_update(self.policy_version)
+            self._add("push/load_s", time.monotonic() - sent_s)
+            await self._resume()
+        except TimeoutError:
+            return await self._fail(EngineError(f"engines had not loaded version {self.policy_version} "
+                                                f"push.timeout_s = {self._timeout_s:g} after it was sent"))
+        except SaoError as error:
+            return await self._fail(error)
+        return self._done()
+
+    async def abandon(self) -> None:
+        """The run ends in the middle of this push. Effect: what is whole goes on."""
+        await self._stop_loading()
+        try:
+            await self._resume()
+        except SaoError:
+            log.exception("engines could not be resumed")
+
+    def _ask_for_group(self, engines: list[EngineClient]) -> FormGroup:
+        self._num_groups += 1
+        self._engines.leave()
+        self._asked = engines
+        return FormGroup(num_engines=len(engines), num_workers=self._engines.num_workers(engines))
+
+    async def _open(self) -> None:
+        """Pause the engines of the group and make them receive."""
         began_s = time.monotonic()
-        await self._bounded(self._engines.pause(), "pause")
-        self._metrics["push/pause_s"] = time.monotonic() - began_s
-        await self._bounded(self._engines.start_weight_update(), "start_weight_update")
-        self._loading = asyncio.create_task(self._engines.update_weights(self._info))
-        self._loading.add_done_callback(self._report_failure)
+        self._stopped_s, self._is_paused = self._stopped_s or began_s, True
+        await self._engines.pause()
+        self._add("push/pause_s", time.monotonic() - began_s)
+        await self._engines.start_weight_update()
+        info = {"policy_version": self.policy_version, "plan_hash": self._plan_hash}
+        self._loading = asyncio.create_task(self._engines.update_weights(info))
+        self._loading.add_done_callback(_note_failure)
         self._go_s = time.monotonic()
 
-    async def close(self) -> None:
-        """All buckets are out: wait until they are loaded, publish the version and read it back."""
-        sent_s = time.monotonic()
-        self._metrics["push/transfer_s"] = sent_s - self._go_s
-        await self._bounded(asyncio.shield(self._loading), "update_weights")
-        await self._bounded(self._engines.finish_weight_update(self.policy_version), "finish_weight_update")
-        held = await self._bounded(self._engines.weight_versions(), "weight_info")
-        if any(version != self.policy_version for version in held):
-            raise ProtocolError(f"version {self.policy_version} was published, but the engines report {held}")
-        self._metrics["push/load_s"] = time.monotonic() - sent_s
+    async def _fail(self, error: SaoError) -> PushFailed:
+        self._fault = str(error)
+        self._num_failures += 1
+        log.warning("push of version %d, attempt %d: %s", self.policy_version, self._num_failures, error)
+        try:
+            await self._resume()
+        except SaoError as another:
+            log.warning("after it: %s", another)
+        self._engines.leave()
+        return PushFailed(reason=self._fault)
 
-    async def end(self) -> dict[str, float]:
-        """Stop receiving, if it still does, and let requests go on. Returns push/* in seconds."""
+    async def _resume(self) -> None:
+        if not self._is_paused:  # an engine that still waits to join would answer to nothing
+            return
+        began_s, self._is_paused = time.monotonic(), False
+        await self._engines.resume()
+        self._add("push/resume_s", time.monotonic() - began_s)
+
+    async def _stop_loading(self) -> None:
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
-        began_s = time.monotonic()
-        await self._bounded(self._engines.resume(), "resume")
-        self._metrics["push/resume_s"] = time.monotonic() - began_s
-        return self._metrics
+            self._loading = None
 
-    async def _bounded[T](self, call: Awaitable[T], what: str) -> T:
-        try:
-            return await asyncio.wait_for(call, self._timeout_s)
-        except TimeoutError as error:
-            raise EngineError(
-                f"push of version {self.policy_version}: {what} took longer than push.timeout_s = {self._timeout_s:.0f}"
-            ) from error
+    def _done(self) -> PushDone:
+        metrics = dict(self._seconds)
+        if self._stopped_s is not None:
+            metrics["push/stopped_s"] = time.monotonic() - self._stopped_s
+            metrics["push/attempts"] = float(1 + self._num_failures)
+        return PushDone(policy_version=self.policy_version, metrics=metrics)
 
-    def _report_failure(self, loading: asyncio.Task) -> None:
-        if not loading.cancelled() and loading.exception() is not None:
-            self._on_failure(loading.exception())
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+
+def _note_failure(loading: asyncio.Task) -> None:
+    if not loading.cancelled() and loading.exception() is not None:
+        log.warning("receiving failed: %s", loading.exception())

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
+from torch import Tensor
+from torch.distributed import TCPStore
 
 from megatron_sao.config import Config
 from megatron_sao.convert.family import ModelShape
@@ -14,13 +15,32 @@ from megatron_sao.convert.slices import WeightSlice
 from megatron_sao.errors import ProtocolError
 from megatron_sao.models.weights import Exporter
 from megatron_sao.parallel.exchange import broadcast_object, world_rank, world_size
-from megatron_sao.records import Hello, PushDone, PushGo, PushRequest, PushSent, Welcome
+from megatron_sao.records import (
+    Ack,
+    FormGroup,
+    GroupOpen,
+    Hello,
+    PushDone,
+    PushFailed,
+    PushGo,
+    PushRequest,
+    PushSent,
+    SchedulerMessage,
+    Welcome,
+)
 from megatron_sao.train.link import SchedulerLink
 from megatron_sao.transport.disk import make_sender
 from megatron_sao.transport.engine_layout import WHOLE, EngineLayout
 from megatron_sao.transport.group import WeightGroup, host_store, weight_group
 from megatron_sao.transport.plan import PushPlan, WireItem, encode_plan, make_plan
-from megatron_sao.transport.sender import WeightSender
+from megatron_sao.transport.sender import PushStatistics, WeightSender
+
+MARGIN_S = 60.0
+
+
+def longest_push_answer_s(config: Config) -> float:
+    """How long one answer of the scheduler may take in a push: engines may have to answer, load and come back."""
+    return 6 * config.push.timeout_s + config.engine.start_timeout_s + MARGIN_S
 
 
 def wire_item(piece: WeightSlice) -> WireItem:
@@ -95,72 +115,92 @@ class Pusher:
         self._pieces: dict[str, list[WeightSlice]] = {}
         for piece in exporter.slices_by_rank[world_rank()]:
             self._pieces.setdefault(piece.hf_name, []).append(piece)
-        self._sender: WeightSender | None = None
+        self._policy_version = -1  # published last
+        self._statistics = PushStatistics(0.0, 0.0, 0, 0, 0)  # of what was sent last
+        self._store: TCPStore | None = None  # meeting point of the weight group, on rank 0
+        self._group: WeightGroup | None = None
+        self._sender: WeightSender | None = None  # None = in no weight group that could send
+        link.push_again = lambda: self._publish(self._policy_version)
 
-    def connect(self, policy_version: int) -> Welcome:
-        """Meet the engines in the weight group. Collective: every rank of the world; the engines join meanwhile."""
-        rank, num_ranks, limits = world_rank(), world_size(), self._config.push
-        store = host_store(self._host, timeout_s=limits.timeout_s) if rank == 0 else None
-        port = broadcast_object(store.port if store else 0)
-        num_workers = self._config.engine.count * self._config.engine.tensor_parallel
-        joined: list[WeightGroup | Exception] = []
-
-        def join() -> None:  # in a thread: it blocks until the engines come, which the Hello below asks them to do
-            try:
-                group = weight_group(
-                    self._host,
-                    port,
-                    rank,
-                    num_ranks + num_workers,
-                    backend=limits.backend,
-                    timeout_s=limits.timeout_s,
-                    store=store,
-                )
-                joined.append(group)
-            except Exception as error:  # noqa: BLE001  raised again below, in the caller's thread
-                joined.append(error)
-
-        thread = threading.Thread(target=join, daemon=True)
-        thread.start()
+    def connect(self, policy_version: int) -> None:
+        """Meet the engines, and bring those to `policy_version` that lack it. Collective: every rank of the world."""
         hello = Hello(
             policy_version=policy_version,
-            num_trainer_ranks=num_ranks,
-            master_address=self._host,
-            master_port=port,
+            num_trainer_ranks=world_size(),
             plan=encode_plan(self._plan),
             plan_hash=self._plan.hash,
         )
-        welcome = self._link.request(hello, Welcome, timeout_s=limits.timeout_s + 30)
-        thread.join(limits.timeout_s)
-        if not joined or isinstance(joined[0], Exception):
-            reason = joined[0] if joined else "timeout"
-            raise ProtocolError(f"trainer rank {rank} did not join the weight group: {reason}")
-        self._sender = make_sender(joined[0], self._plan)
-        return welcome
+        self._link.request(hello, Welcome)
+        self._publish(policy_version)
 
     def push(self, policy_version: int) -> dict[str, float]:
         """Publish the current weights as `policy_version`; engines keep their requests and continue under it.
 
         Returns: seconds of pause, transfer, load and resume as the scheduler saw them, and the trainer's own.
-        Raises: ProtocolError when an engine lacks a tensor, got one twice or died; the version is then not published.
+        Raises: ProtocolError when no engine could be brought to the version.
         Collective: every rank of the world.
         """
-        if self._sender is None:
-            raise ProtocolError("push before connect: call Pusher.connect once first")
         started = time.monotonic()
-        limit = self._config.push.timeout_s
-        self._sender.prepare(self._view, policy_version)  # before the engines are asked to pause
-        self._link.request(PushRequest(policy_version=policy_version), PushGo, timeout_s=limit)
-        statistics = self._sender.send(self._view, policy_version)
-        done = self._link.request(PushSent(policy_version=policy_version), PushDone, timeout_s=limit)
+        metrics = self._publish(policy_version)
         return {
-            **done.metrics,
-            "push/send_s": statistics.seconds,
+            **metrics,
+            "push/send_s": self._statistics.seconds,
             "push/total_s": time.monotonic() - started,
-            "push/bytes": float(statistics.num_bytes),
+            "push/bytes": float(self._statistics.num_bytes),
         }
 
-    def _view(self, item: WireItem) -> torch.Tensor:
+    def _publish(self, policy_version: int) -> dict[str, float]:
+        """Do what the scheduler asks for until every engine that answers serves the version; it bounds the attempts."""
+        self._policy_version = policy_version
+        while True:
+            if self._sender is not None:
+                self._sender.prepare(self._view, policy_version)  # engines go on sampling meanwhile
+            ask = PushRequest(policy_version=policy_version, has_group=self._sender is not None)
+            answer = self._ask(ask, FormGroup | PushGo | PushDone)
+            match answer:
+                case FormGroup():
+                    answer = self._form_group(policy_version, answer.num_workers)
+                case PushGo():
+                    answer = self._send(policy_version)
+            if isinstance(answer, PushDone):
+                return answer.metrics
+            if isinstance(answer, PushFailed):
+                self._leave_group()
+
+    def _form_group(self, policy_version: int, num_workers: int) -> Ack | PushFailed:
+        """Open a new weight group and wait in it until the engines have come."""
+        self._leave_group()
+        limits = self._config.push
+        self._store = host_store(self._host, timeout_s=limits.timeout_s) if world_rank() == 0 else None
+        port = broadcast_object(self._store.port if self._store else 0)
+
+        joining = _Joining(self._host, port, world_rank(), world_size() + num_workers, limits.backend, limits.timeout_s)
+        opened = GroupOpen(policy_version=policy_version, master_address=self._host, master_port=port)
+        answer = self._ask(opened, Ack | PushFailed)
+        if isinstance(answer, Ack):
+            self._group, fault = joining.result()
+            if not self._link.first(fault):
+                self._sender = make_sender(self._group, self._plan)
+        return answer
+
+    def _send(self, policy_version: int) -> PushDone | PushFailed:
+        """Send all buckets and hear what the engines say."""
+        fault = ""
+        try:
+            self._statistics = self._sender.send(self._view, policy_version)
+        except ProtocolError as error:
+            fault = str(error)
+            self._leave_group()  # wakes those that still wait for this rank
+        fault = self._link.first(fault)
+        return self._ask(PushSent(policy_version=policy_version, fault=fault), PushDone | PushFailed)
+
+    def _leave_group(self) -> None:
+        """Effect: whoever still waits in the group, or to join it, gets an error soon."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._sender = self._store = None
+
+    def _view(self, item: WireItem) -> Tensor:
         """The rows of a wire item, which the plan may have cut out of a slice that this rank owns."""
         for piece in self._pieces.get(item.name, ()):
             if piece.is_whole or item.dim == piece.dim and 0 <= item.start - piece.start < piece.length:
@@ -169,3 +209,29 @@ class Pusher:
                     return view
                 return view.narrow(item.dim, item.start - (0 if piece.is_whole else piece.start), item.length)
         raise KeyError(f"{item.name}: this rank does not own {item}")
+
+    def _ask(self, message: PushRequest | GroupOpen | PushSent, expected: object) -> SchedulerMessage:
+        return self._link.request(message, expected, timeout_s=longest_push_answer_s(self._config))
+
+
+class _Joining:
+    """This rank joins a weight group in a thread: it waits for the engines, which the message sent meanwhile calls."""
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._group: WeightGroup | None = None
+        self._fault = f"trainer rank {rank} did not join the weight group within push.timeout_s = {timeout_s:g}"
+        self._thread = threading.Thread(target=self._join, args=(host, port, rank, world_size, backend), daemon=True)
+        self._thread.start()
+
+    def result(self) -> tuple[WeightGroup | None, str]:
+        """The group, or None and why not."""
+        self._thread.join(self._timeout_s)
+        return self._group, "" if self._group else self._fault
+
+    def _join(self, host: str, port: int, rank: int, world_size: int, backend: str) -> None:
+        try:
+            # As a client of the store on every rank: closing the store must wake this thread, too.
+            self._group = weight_group(host, port, rank, world_size, backend=backend, timeout_s=self._timeout_s)
+        except Exception as error:  # noqa: BLE001  reported by `result`, in the caller's thread
+            self._fault = str(error)

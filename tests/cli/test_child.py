@@ -172,7 +172,7 @@ class Ended:
 
 
 class Engine(Ended):
-    def check_alive(self) -> None:
+    def check(self) -> None:
         if failure := self.failure():
             raise EngineError(failure.message)
 

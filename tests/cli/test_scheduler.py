@@ -19,7 +19,7 @@ from megatron_sao.records import EvalRequest
 from megatron_sao.transport.channel import TrainerChannel
 from tests.rollout.conftest import SHORT_TEMPLATE, character_tokenizer
 from tests.schedule.fake_engine import FakeEngine
-from tests.schedule.harness import HELLO, finish, report, take, train
+from tests.schedule.harness import finish, hello, report, take, train
 
 SETTINGS = [
     "--schedule.batch_trajectories=4",
@@ -96,7 +96,7 @@ def run_with_trainer(act, argv: list[str], run_folder) -> None:
 
 def test_a_run_leaves_its_files(run_folder, model, capfd):
     def act(channel):
-        channel.request(HELLO)
+        hello(channel)
         channel.request(EvalRequest(name="before"))
         take(channel, 0, 0, phase="value_pretrain", num=9)
         report(channel, 1, 0, phase="value_pretrain")
@@ -127,7 +127,7 @@ def test_a_run_leaves_its_files(run_folder, model, capfd):
 
 def test_an_engine_that_dies_in_the_middle(run_folder, model):
     def act(channel):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
         engine.kill()
         report(channel, 0, 0)
@@ -136,7 +136,7 @@ def test_an_engine_that_dies_in_the_middle(run_folder, model):
 
     with running_engine() as engine:
         with pytest.raises(EngineError, match="has the engine died"):
-            run_with_trainer(act, arguments(run_folder, model, engine.url), run_folder)
+            run_with_trainer(act, arguments(run_folder, model, engine.url, "--engine.start_timeout_s=3"), run_folder)
     summary = json.loads((run_folder / "scheduler_summary.json").read_text())
     assert "has the engine died" in summary["outcome"]
     assert summary["issued"] == summary["trained"] + summary["dropped"] + summary["in_flight"]

@@ -6,7 +6,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_sao.records import Goodbye, Hello, NeedBatch, Prompt, PushRequest, PushSent, StepReport, Trajectory, Turn
+from megatron_sao.records import (
+    FormGroup,
+    Goodbye,
+    GroupOpen,
+    Hello,
+    NeedBatch,
+    Prompt,
+    PushDone,
+    PushFailed,
+    PushGo,
+    PushRequest,
+    PushSent,
+    PushWanted,
+    StepReport,
+    Trajectory,
+    Turn,
+)
 from megatron_sao.rollout.assemble import assemble
 from megatron_sao.rollout.engine_client import EngineClient
 from megatron_sao.rollout.engine_pool import EnginePool
@@ -18,9 +34,7 @@ from tests.schedule.support import make_prompt
 
 LIMIT_S = 30.0  # of a whole test; nothing comes near it unless it hangs
 
-HELLO = Hello(
-    policy_version=0, num_trainer_ranks=2, master_address="127.0.0.1", master_port=1, plan=b"plan", plan_hash="h"
-)
+HELLO = Hello(policy_version=0, num_trainer_ranks=2, plan=b"plan", plan_hash="h")
 
 
 @dataclass
@@ -62,23 +76,53 @@ def settings(**changes) -> ScheduleSettings:
     return ScheduleSettings(**(given | changes))
 
 
-def play_together(
-    tmp_path: Path,
-    trainer: Callable,
-    *,
-    engines: list[dict] | None = None,
-    prompts: Iterator[Prompt] | None = None,
-    run_episode: Callable | None = None,
-    num_eval: int = 3,
-    at_start: Callable | None = None,
-    **changes,
-) -> Outcome:
+def play_together(tmp_path: Path, trainer: Callable, *, engines: list[dict] | None = None, **given) -> Outcome:
     """Run a scheduler and `trainer(channel, engines)` (in a thread) until both are over.
 
     Args:
         engines: the arguments of each FakeEngine; default: one without faults.
+        given: as of `play`.
+    """
+    (outcome,) = play_in_turn(tmp_path, [trainer], engines=engines, **given)
+    return outcome
+
+
+def play_in_turn(
+    tmp_path: Path, trainers: list[Callable], *, engines: list[dict] | None = None, **given
+) -> list[Outcome]:
+    """One trainer after the other, each with a scheduler of its own, on the same engines."""
+
+    async def run() -> list[Outcome]:
+        fakes = [FakeEngine(**arguments) for arguments in engines or [{}]]
+        for fake in fakes:
+            await fake.start()
+        try:
+            return [await play(tmp_path / f"{i}.sqlite", trainer, fakes, **given) for i, trainer in enumerate(trainers)]
+        finally:
+            for fake in fakes:
+                await fake.stop()
+
+    return asyncio.run(run())
+
+
+async def play(
+    ledger_path: Path,
+    trainer: Callable,
+    fakes: list[FakeEngine],
+    *,
+    prompts: Iterator[Prompt] | None = None,
+    run_episode: Callable | None = None,
+    num_eval: int = 3,
+    at_start: Callable | None = None,
+    return_timeout_s: float = 5.0,
+    **changes,
+) -> Outcome:
+    """One scheduler with one trainer.
+
+    Args:
         prompts, run_episode: replace the endless prompts and the one-turn episode.
         at_start: async function of (scheduler, engines) that runs beside.
+        return_timeout_s: of the pool.
         changes: of ScheduleSettings.
     """
 
@@ -88,42 +132,34 @@ def play_together(
                     version_spans=sample.version_spans, stop_reason=sample.stop_reason)
         return assemble(prompt, [turn], reward=1.0, is_cut=False, started_s=0.0, finished_s=1.0)
 
-    async def run() -> Outcome:
-        fakes = [FakeEngine(**given) for given in engines or [{}]]
-        for fake in fakes:
-            await fake.start()
-        pool = EnginePool([EngineClient(fake.url, request_timeout_s=8.0) for fake in fakes], wait_timeout_s=8.0)
-        play = run_episode or one_turn
-        channel = SchedulerChannel("127.0.0.1", 0)
-        ledger, notes = Ledger(tmp_path / "ledger.sqlite"), Notes()
-        scheduler = Scheduler(
-            channel=channel,
-            engines=pool,
-            prompts=prompts or numbered_prompts(),
-            eval_prompts=[make_prompt(f"eval{i}") for i in range(num_eval)],
-            run_episode=lambda prompt: play(prompt, pool),
-            ledger=ledger,
-            settings=settings(**changes),
-            observer=notes,
-        )
-        beside = asyncio.create_task(at_start(scheduler, fakes)) if at_start else None
-        served = asyncio.create_task(scheduler.run())
-        trained = asyncio.create_task(asyncio.to_thread(_train, trainer, channel.address, fakes))
-        try:
-            (answer, trainer_error), error = await asyncio.wait_for(
-                asyncio.gather(trained, _error_of(served)), LIMIT_S
-            )
-            return Outcome(answer, trainer_error, error, scheduler.summary(), notes, fakes)
-        finally:
-            if beside:
-                beside.cancel()
-            ledger.close()
-            await channel.close()
-            await pool.close()
-            for fake in fakes:
-                await fake.stop()
-
-    return asyncio.run(run())
+    given = settings(**changes)
+    clients = [EngineClient(fake.url, request_timeout_s=8.0, push_timeout_s=given.push_timeout_s) for fake in fakes]
+    pool = EnginePool(clients, wait_timeout_s=8.0, return_timeout_s=return_timeout_s)
+    episode = run_episode or one_turn
+    channel = SchedulerChannel("127.0.0.1", 0)
+    ledger, notes = Ledger(ledger_path), Notes()
+    scheduler = Scheduler(
+        channel=channel,
+        engines=pool,
+        prompts=prompts or numbered_prompts(),
+        eval_prompts=[make_prompt(f"eval{i}") for i in range(num_eval)],
+        run_episode=lambda prompt: episode(prompt, pool),
+        ledger=ledger,
+        settings=given,
+        observer=notes,
+    )
+    beside = asyncio.create_task(at_start(scheduler, fakes)) if at_start else None
+    served = asyncio.create_task(scheduler.run())
+    trained = asyncio.create_task(asyncio.to_thread(_train, trainer, channel.address, fakes))
+    try:
+        (answer, trainer_error), error = await asyncio.wait_for(asyncio.gather(trained, _error_of(served)), LIMIT_S)
+        return Outcome(answer, trainer_error, error, scheduler.summary(), notes, fakes)
+    finally:
+        if beside:
+            beside.cancel()
+        ledger.close()
+        await channel.close()
+        await pool.close()
 
 
 def _train(trainer: Callable, address: str, fakes: list[FakeEngine]) -> tuple[object, Exception | None]:
@@ -147,13 +183,43 @@ async def _error_of(served: asyncio.Task) -> Exception | None:
 # ---- what a trainer does --------------------------------------------------------------------------------------------
 
 
+def hello(channel: TrainerChannel, message: Hello = HELLO):
+    """Say Hello and bring the engines to the trainer's version, as Pusher.connect does. -> Welcome"""
+    welcome = channel.request(message)
+    push(channel, message.policy_version, has_group=False)
+    return welcome
+
+
 def take(channel: TrainerChannel, step: int, version: int, *, phase: str = "train", num: int = 4):
-    return channel.request(NeedBatch(step=step, phase=phase, num_trajectories=num, policy_version=version))
+    return ask(channel, NeedBatch(step=step, phase=phase, num_trajectories=num, policy_version=version), version)
 
 
-def push(channel: TrainerChannel, version: int):
-    channel.request(PushRequest(policy_version=version))
-    return channel.request(PushSent(policy_version=version))
+def ask(channel: TrainerChannel, message, version: int):
+    """Request, with the pushes that the scheduler wants before it answers."""
+    while isinstance(answer := channel.request(message), PushWanted):
+        push(channel, version, has_group=False)
+    return answer
+
+
+def open_push(channel: TrainerChannel, version: int, has_group: bool = True) -> PushGo | PushDone:
+    """Form groups until the engines receive, or have the version already."""
+    while not isinstance(answer := channel.request(PushRequest(policy_version=version, has_group=has_group)),
+                         PushGo | PushDone):
+        assert isinstance(answer, FormGroup)
+        opened = channel.request(GroupOpen(policy_version=version, master_address="127.0.0.1", master_port=1))
+        has_group = not isinstance(opened, PushFailed)
+    return answer
+
+
+def push(channel: TrainerChannel, version: int, has_group: bool = True) -> PushDone:
+    """One whole push, with its repetitions."""
+    while True:
+        answer = open_push(channel, version, has_group)
+        if isinstance(answer, PushGo):
+            answer = channel.request(PushSent(policy_version=version))
+        if isinstance(answer, PushDone):
+            return answer
+        has_group = False
 
 
 def report(channel: TrainerChannel, step: int, version: int, *, phase: str = "train", is_trained: bool = True):

@@ -1,13 +1,41 @@
 """The scheduler with a real channel, client, pool and ledger; only engines and trainer are stand-ins."""
 
+import itertools
 import time
 
 import pytest
 
 from megatron_sao.errors import DataError, EngineError, ProtocolError
-from megatron_sao.records import EvalRequest, Goodbye, Hello, PushRequest, PushSent, Welcome
+from megatron_sao.records import (
+    EvalRequest,
+    FormGroup,
+    Goodbye,
+    GroupOpen,
+    Hello,
+    NeedBatch,
+    PushFailed,
+    PushGo,
+    PushRequest,
+    PushSent,
+    PushWanted,
+    Welcome,
+)
 from megatron_sao.rollout.assemble import Unscored
-from tests.schedule.harness import HELLO, finish, numbered_prompts, play_together, push, report, take, train
+from megatron_sao.rollout.engine_client import RequestRefused
+from tests.schedule.harness import (
+    HELLO,
+    ask,
+    finish,
+    hello,
+    numbered_prompts,
+    open_push,
+    play_in_turn,
+    play_together,
+    push,
+    report,
+    take,
+    train,
+)
 from tests.schedule.support import make_prompt, make_trajectory
 
 
@@ -17,7 +45,7 @@ def balances(summary: dict) -> bool:
 
 def test_a_whole_run(tmp_path):
     def trainer(channel, engines):
-        welcome = channel.request(HELLO)
+        welcome = hello(channel)
         before = channel.request(EvalRequest(name="before"))
         take(channel, 0, 0, phase="value_pretrain", num=30)
         for update in range(3):  # many updates on one batch
@@ -65,7 +93,7 @@ def wait_for(condition) -> None:
 def test_requests_in_flight_survive_a_push_and_carry_both_versions(tmp_path):
     def trainer(channel, engines):
         (engine,) = engines
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
         wait_for(lambda: engine.num_held == 6)  # each of the six that now run has written two tokens
         push(channel, 1)
@@ -89,7 +117,7 @@ def test_requests_in_flight_survive_a_push_and_carry_both_versions(tmp_path):
 
 def test_the_steps_of_a_push_come_in_order_and_nothing_is_sampled_during_one(tmp_path):  # WSY-09
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         train(channel, 8)
         finish(channel)
 
@@ -102,22 +130,12 @@ def test_the_steps_of_a_push_come_in_order_and_nothing_is_sampled_during_one(tmp
 
 
 def test_every_engine_gets_its_own_place_in_the_weight_group(tmp_path):
-    seen = []
-
-    async def watch(scheduler, engines):
-        original = scheduler._engines.init_weight_transfer
-
-        async def keep(infos):
-            seen.extend(infos)
-            await original(infos)
-
-        scheduler._engines.init_weight_transfer = keep
-
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         finish(channel)
 
-    play_together(tmp_path, trainer, engines=[{}, {}, {}], at_start=watch)
+    out = play_together(tmp_path, trainer, engines=[{}, {}, {}])
+    seen = [engine.joined_as for engine in out.engines]
     assert [(info["rank_offset"], info["world_size"]) for info in seen] == [(2, 5), (3, 5), (4, 5)]
     assert seen[0]["plan"] == "cGxhbg=="  # base64 of b"plan"
     assert seen[0] | {"rank_offset": 3} == seen[1]
@@ -133,76 +151,295 @@ def fails_with(out, text: str, kind: type = EngineError) -> None:
     assert balances(out.summary)
 
 
-@pytest.mark.parametrize("fault", ["refuse", "die"])
-def test_an_engine_that_fails_in_generation(tmp_path, fault):
+def test_a_request_that_every_engine_would_refuse_ends_the_run(tmp_path):
+    async def refuse(prompt, pool):
+        raise RequestRefused("the prompt is too long")
+
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
 
-    fails_with(play_together(tmp_path, trainer, engines=[{"faults": {"generate": fault}}]), "generate")
+    fails_with(play_together(tmp_path, trainer, run_episode=refuse, engines=[{}, {}]), "too long")
 
 
-def test_an_engine_that_dies_while_the_trainer_computes(tmp_path):
+def test_the_only_engine_that_never_comes_back_ends_the_run(tmp_path):
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
         engines[0].hold = True  # requests are with the engine when it dies
         engines[0].kill()
-        time.sleep(0.5)
+        time.sleep(0.3)
         push(channel, 1)
 
-    out = play_together(tmp_path, trainer, engines=[{"num_tokens": 40}], max_in_flight=4)
-    fails_with(out, "has the engine died")
+    out = play_together(tmp_path, trainer, engines=[{"num_tokens": 40}], max_in_flight=4, return_timeout_s=1.5)
+    fails_with(out, "no engine answers, and none came back")
     assert "pause" not in out.engines[0].calls
 
 
-@pytest.mark.parametrize("step", ["pause", "start", "update", "finish"])
-@pytest.mark.parametrize("fault", ["refuse", "die", "hang"])
-def test_a_push_that_fails_publishes_nothing_and_resumes_what_is_whole(tmp_path, step, fault):
+# ---- faults that a run survives -------------------------------------------------------------------------------------
+
+
+def survived(out, version: int) -> None:
+    """Both engines hold the last version and no request was lost."""
+    assert (out.trainer_error, out.scheduler_error) == (None, None)
+    assert [engine.version for engine in out.engines] == [str(version)] * len(out.engines)
+    assert not any(engine.num_tokens_during_update for engine in out.engines)
+    assert out.summary["policy_version"] == version
+    assert out.summary["requests_lost_by_pushes"] == 0
+    assert balances(out.summary)
+
+
+@pytest.mark.parametrize(
+    ("step", "fault"),
+    [*itertools.product(["init", "pause", "start", "update", "finish"], ["refuse once", "hang once"]),
+     ("finish", "forget once")],
+)
+def test_a_part_of_a_push_that_fails_once_is_repeated(tmp_path, step, fault):  # WSY-14
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
+        take(channel, 0, 0)
+        engines[1].faults[step] = fault
+        if step == "init":
+            engines[0].kill()
+            time.sleep(0.1)
+            engines[0].revive()  # so that the next push needs a new group
+        done = push(channel, 1)
+        report(channel, 0, 1)
+        versions = [engine.version for engine in engines]
+        train_one_more(channel, 1)
+        finish(channel)
+        return done, versions
+
+    out = play_together(tmp_path, trainer, engines=[{}, {}], push_timeout_s=1.0)
+    survived(out, 2)
+    done, versions = out.answer
+    assert versions == ["1", "1"]
+    assert done.metrics["push/attempts"] >= 2
+    assert out.summary["failed_push_attempts"] >= 1
+    if step not in ("init", "finish"):
+        assert [e.calls.count("finish") for e in out.engines] == [2, 2], "it was published before all had received it"
+    if step == "finish":
+        assert out.engines[0].calls.count("finish") == 2, "the engine that had published took part in the repetition"
+
+
+def train_one_more(channel, version: int) -> None:
+    take(channel, version, version)
+    push(channel, version + 1)
+    report(channel, version, version + 1)
+
+
+@pytest.mark.parametrize("moment", ["while the trainer computes", "pause", "start", "update", "finish"])
+def test_an_engine_that_dies_is_left_out_and_taken_in_again(tmp_path, moment):
+    def trainer(channel, engines):
+        hello(channel)
+        take(channel, 0, 0)
+        wait_for(lambda: engines[1].num_held > 0)
+        if moment.startswith("while"):
+            engines[1].kill()
+            wait_for(lambda: not engines[1].is_joined)
+        else:
+            engines[1].faults[moment] = "die once"
+        first = push(channel, 1)
+        report(channel, 0, 1)
+        for engine in engines:
+            engine.num_free = None
+        take(channel, 1, 1)  # by the other one alone
+        alone = [engine.version for engine in engines]
+        engines[1].revive()
+        time.sleep(0.3)
+        before_push = [call for call in engines[1].calls if call == "update"]
+        push(channel, 2)
+        report(channel, 1, 2)
+        take(channel, 2, 2)
+        finish(channel)
+        return first, alone, before_push
+
+    out = play_together(tmp_path, trainer, engines=[{"num_free": 2, "hold_at": 1}, {"num_free": 2, "hold_at": 1}],
+                        push_timeout_s=1.0)
+    survived(out, 2)
+    first, alone, before_push = out.answer
+    assert alone == ["1", "default"]
+    assert first.metrics["push/attempts"] == (1 if moment.startswith("while") else 2)
+    assert out.summary["requests_reissued"] > 0 and out.summary["engines_taken_out"] >= 1
+
+
+def test_an_engine_that_was_started_again_unnoticed_gets_everything_first(tmp_path):
+    def trainer(channel, engines):
+        hello(channel)
+        train(channel, 1)
+        take(channel, 1, 1)  # with max_staleness 0 nothing runs now: nobody asks the engine
+        engines[1].kill()
+        wait_for(lambda: not engines[1].is_joined)
+        engines[1].revive()
+        done = push(channel, 2)
+        report(channel, 1, 2)
+        finish(channel)
+        return done
+
+    out = play_together(tmp_path, trainer, engines=[{}, {}], max_staleness=0)
+    survived(out, 2)
+    assert out.answer.metrics["push/attempts"] == 1
+    assert [engine.calls.count("init") for engine in out.engines] == [2, 2]
+    assert out.summary["engines_taken_out"] == 1
+
+
+def test_an_engine_that_joins_late_gets_everything_first(tmp_path):
+    def trainer(channel, engines):
+        engines[1].kill()
+        time.sleep(0.2)
+        hello(channel)
         take(channel, 0, 0)
         push(channel, 1)
+        report(channel, 0, 1)
+        engines[1].revive()
+        train_one_more(channel, 1)
+        finish(channel)
 
-    out = play_together(tmp_path, trainer, engines=[{}, {"faults": {step: fault}}], push_timeout_s=2.0)
-    assert isinstance(out.trainer_error, ProtocolError)
-    assert isinstance(out.scheduler_error, EngineError)
-    assert out.summary["policy_version"] == 0
-    if step == "pause":  # no update began: the healthy engine goes on
-        assert out.engines[0].calls[-1] == "resume"
-    else:  # its weights may be half-updated: it must not serve
-        assert step == "finish" or "resume" not in out.engines[0].calls
-    if step != "finish":
-        assert "finish" not in out.engines[0].calls
+    out = play_together(tmp_path, trainer, engines=[{}, {}])
+    survived(out, 2)
+    assert out.engines[1].calls == ["init", "pause", "start", "update", "finish", "resume"]
 
 
-def test_a_version_that_was_not_taken_over_is_noticed(tmp_path):
+def test_a_slow_engine_is_left_out_after_the_timeout_and_its_requests_are_asked_of_others(tmp_path):
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
+        wait_for(lambda: engines[1].num_held > 0)
+        engines[1].hold = True
+        engines[1].faults["is_paused"] = "hang"
+        began_s = time.monotonic()
+        push(channel, 1)
+        seconds = time.monotonic() - began_s
+        report(channel, 0, 1)
+        engines[0].num_free = None
+        take(channel, 1, 1)
+        calls = list(engines[1].calls)
+        engines[1].hold, engines[1].num_free = False, None
+        del engines[1].faults["is_paused"]
+        push(channel, 2)
+        report(channel, 1, 2)
+        finish(channel)
+        return seconds, calls
+
+    out = play_together(tmp_path, trainer, engines=[{"num_free": 2, "hold_at": 1}, {"num_free": 2, "hold_at": 1}],
+                        push_timeout_s=1.0)
+    survived(out, 2)
+    seconds, calls = out.answer
+    assert seconds >= 1.0
+    assert "update" not in calls
+    assert out.summary["requests_reissued"] > 0
+
+
+def test_when_no_engine_serves_the_trainer_pushes_again_what_it_has(tmp_path):
+    def trainer(channel, engines):
+        hello(channel)
+        train(channel, 1)
+        for engine in engines:
+            engine.hold = True
+            engine.kill()
+        wait_for(lambda: not any(engine.is_joined for engine in engines))
+        for engine in engines:
+            engine.hold = False
+        engines[0].revive()
+        need = NeedBatch(step=1, phase="train", num_trajectories=4, policy_version=1)
+        answers = [channel.request(need)]
+        push(channel, 1, has_group=False)
+        answers.append(ask(channel, need, 1))
+        push(channel, 2)
+        report(channel, 1, 2)
+        engines[0].hold = True
+        engines[0].kill()
+        wait_for(lambda: not engines[0].is_joined)
+        engines[0].hold = False
+        engines[1].revive()
+        answers.append(ask(channel, EvalRequest(name="x"), 2))
+        finish(channel)
+        return answers
+
+    # At version 1 an engine with its first weights is old; at version 0 it would be as good as any.
+    out = play_together(tmp_path, trainer, engines=[{}, {}], max_staleness=0)
+    assert (out.trainer_error, out.scheduler_error) == (None, None)
+    first, batch, result = out.answer
+    assert isinstance(first, PushWanted)
+    assert all(set(t.version_t[t.action_mask].tolist()) == {1} for t in batch.trajectories)
+    assert result.num_episodes == 3
+    assert out.engines[1].version == "2"
+    assert out.summary["requests_lost_by_pushes"] == 0
+
+
+def test_a_trainer_that_could_not_send_repeats_the_push(tmp_path):
+    def trainer(channel, engines):
+        hello(channel)
+        take(channel, 0, 0)
+        assert isinstance(open_push(channel, 1), PushGo)
+        failed = channel.request(PushSent(policy_version=1, fault="rank 1 broke"))
+        held = [engine.version for engine in engines]
+        push(channel, 1, has_group=False)
+        report(channel, 0, 1)
+        finish(channel)
+        return failed, held
+
+    out = play_together(tmp_path, trainer, engines=[{}, {}])
+    survived(out, 1)
+    failed, held = out.answer
+    assert failed == PushFailed(reason="rank 1 broke")
+    assert held == ["default", "default"]
+
+
+def test_a_push_that_always_fails_ends_the_run_with_its_reason(tmp_path):
+    def trainer(channel, engines):
+        hello(channel)
+        take(channel, 0, 0)
+        engines[1].faults["update"] = "refuse"
         push(channel, 1)
 
-    out = play_together(tmp_path, trainer, engines=[{}, {"faults": {"finish": "forget"}}])
-    fails_with(out, "engines report [1, 0]", ProtocolError)
-    assert "resume" in out.engines[0].calls
-
-
-def test_an_engine_that_fails_while_the_trainer_sends(tmp_path):
-    """It is noticed at once, not when the trainer has sent the last bucket into the void."""
-    seen = {}
-
-    async def remember(scheduler, engines):
-        seen["scheduler"] = scheduler
-
-    def trainer(channel, engines):
-        channel.request(HELLO)
-        take(channel, 0, 0)
-        channel.request(PushRequest(policy_version=1))
-        wait_for(lambda: seen["scheduler"]._failure.done())
-        channel.request(PushSent(policy_version=1))
-
-    out = play_together(tmp_path, trainer, engines=[{"faults": {"update": "refuse"}}], at_start=remember)
+    out = play_together(tmp_path, trainer, engines=[{}, {}])
     fails_with(out, "update failed inside")
+    assert "push.attempts = 3" in str(out.trainer_error)
+    assert not any("finish" in engine.calls for engine in out.engines)
+    assert "resume" not in out.engines[0].calls, "its weights may be half-updated: it must not serve"
+    assert out.summary["policy_version"] == 0
+
+
+def test_a_run_goes_on_without_an_engine_that_never_publishes(tmp_path):
+    def trainer(channel, engines):
+        hello(channel)
+        take(channel, 0, 0)
+        engines[1].faults["finish"] = "refuse"
+        push(channel, 1)
+        report(channel, 0, 1)
+        finish(channel)
+
+    out = play_together(tmp_path, trainer, engines=[{}, {}])
+    assert (out.trainer_error, out.scheduler_error) == (None, None)
+    assert [engine.version for engine in out.engines] == ["1", "default"]
+    assert "resume" not in out.engines[1].calls
+
+
+def test_engines_that_a_dead_trainer_left_in_the_middle_serve_only_after_a_whole_push(tmp_path):
+    """The engines outlive their scheduler: a second one, with a new trainer, meets them as they are."""
+
+    def dies(channel, engines):
+        hello(channel)
+        take(channel, 0, 0)
+        open_push(channel, 1)
+
+    def comes_after(channel, engines):
+        calls = [list(engine.calls) for engine in engines]
+        hello(channel)  # of version 0 again, as from a checkpoint
+        result = channel.request(EvalRequest(name="x"))
+        finish(channel)
+        return calls, result
+
+    first, second = play_in_turn(tmp_path, [dies, comes_after], engines=[{}, {}])
+    assert "the trainer went away" in str(first.scheduler_error)
+    calls, result = second.answer
+    assert (second.trainer_error, second.scheduler_error) == (None, None)
+    for engine, before in zip(second.engines, calls, strict=True):
+        assert before == ["init", "pause", "start", "update"]
+        assert engine.calls[len(before):] == ["init", "pause", "start", "update", "finish", "resume"]
+        assert engine.num_tokens_during_update == 0
+    assert result.num_episodes == 3
 
 
 def third_one_fails():
@@ -218,7 +455,7 @@ def third_one_fails():
 
 def test_an_environment_that_raises(tmp_path):  # ASY-03
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
         take(channel, 1, 0)
 
@@ -232,7 +469,7 @@ def test_a_prompt_source_that_raises(tmp_path):  # ASY-03
         raise DataError("prompts.jsonl line 2 is no JSON")
 
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
 
     fails_with(play_together(tmp_path, trainer, prompts=prompts()), "prompts.jsonl line 2", DataError)
@@ -240,7 +477,7 @@ def test_a_prompt_source_that_raises(tmp_path):  # ASY-03
 
 def test_prompts_that_end_are_a_clean_end_until_more_are_needed(tmp_path):  # ASY-03
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
         report(channel, 0, 0, is_trained=False)
         finish(channel)
@@ -250,7 +487,7 @@ def test_prompts_that_end_are_a_clean_end_until_more_are_needed(tmp_path):  # AS
     assert (out.trainer_error, out.scheduler_error, out.summary["issued"]) == (None, None, 6)
 
     def greedy(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
         report(channel, 0, 0, is_trained=False)
         take(channel, 1, 0)
@@ -262,7 +499,7 @@ def test_prompts_that_end_are_a_clean_end_until_more_are_needed(tmp_path):  # AS
 
 def test_a_prompt_issued_twice(tmp_path):
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
 
     twice = iter([make_prompt("a"), make_prompt("a")])
@@ -274,7 +511,7 @@ def test_episodes_that_never_end(tmp_path):
         engines[0].hold = True
 
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
 
     out = play_together(tmp_path, trainer, at_start=hold, batch_timeout_s=0.5)
@@ -291,7 +528,7 @@ def test_unscored_episodes_are_dropped_and_counted(tmp_path):
         return make_trajectory(prompt.prompt_id)
 
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         batch = take(channel, 0, 0)
         report(channel, 0, 0, is_trained=False)
         result = channel.request(EvalRequest(name="x"))
@@ -314,7 +551,7 @@ def test_stale_trajectories_are_dropped_when_the_step_consumes(tmp_path):
 
     def trainer(channel, engines):
         nonlocal held_version
-        channel.request(HELLO)
+        hello(channel)
         for step in range(5):
             take(channel, step, held_version)
             first = held_version
@@ -334,13 +571,10 @@ def test_stale_trajectories_are_dropped_when_the_step_consumes(tmp_path):
 
 
 def test_a_trainer_that_resumes_publishes_first_and_versions_never_fall(tmp_path):  # WSY-10
-    resumed = Hello(
-        policy_version=57, num_trainer_ranks=1, master_address="127.0.0.1", master_port=1, plan=b"", plan_hash=""
-    )
+    resumed = Hello(policy_version=57, num_trainer_ranks=1, plan=b"", plan_hash="")
 
     def trainer(channel, engines):
-        channel.request(resumed)
-        push(channel, 57)
+        hello(channel, resumed)
         versions = set(take(channel, 57, 57).trajectories[0].version_t.tolist())
         push(channel, 58)
         report(channel, 57, 58)
@@ -363,44 +597,51 @@ def out_of_turn(channel, name: str) -> None:
             channel.request(HELLO)
             channel.request(HELLO)
         case "batch of another version":
-            channel.request(HELLO)
+            hello(channel)
             take(channel, 0, 3)
         case "resumed trainer that does not push":
-            channel.request(Hello(policy_version=5, num_trainer_ranks=1, master_address="h", master_port=1, plan=b"",
-                                  plan_hash=""))
+            channel.request(Hello(policy_version=5, num_trainer_ranks=1, plan=b"", plan_hash=""))
             take(channel, 0, 5)
         case "batch while one is open":
-            channel.request(HELLO)
+            hello(channel)
             take(channel, 0, 0)
             take(channel, 1, 0)
         case "report of another step":
-            channel.request(HELLO)
+            hello(channel)
             take(channel, 0, 0)
             report(channel, 1, 0)
         case "report without a batch":
             channel.request(HELLO)
             report(channel, 0, 0)
         case "report of a version that was not pushed":
-            channel.request(HELLO)
+            hello(channel)
             take(channel, 0, 0)
             report(channel, 0, 1)
         case "sent without a push":
             channel.request(HELLO)
             channel.request(PushSent(policy_version=1))
         case "sent of another version":
-            channel.request(HELLO)
-            channel.request(PushRequest(policy_version=1))
+            hello(channel)
+            open_push(channel, 1)
             channel.request(PushSent(policy_version=2))
         case "batch during a push":
-            channel.request(HELLO)
-            channel.request(PushRequest(policy_version=1))
+            hello(channel)
+            open_push(channel, 1)
             take(channel, 0, 0)
         case "evaluation during a push":
-            channel.request(HELLO)
-            channel.request(PushRequest(policy_version=1))
+            hello(channel)
+            open_push(channel, 1)
             channel.request(EvalRequest(name="x"))
+        case "another push during one":
+            hello(channel)
+            open_push(channel, 1)
+            channel.request(PushRequest(policy_version=2, has_group=True))
+        case "the same version again":
+            hello(channel)
+            push(channel, 1)
+            push(channel, 1)
         case "no trajectories":
-            channel.request(HELLO)
+            hello(channel)
             take(channel, 0, 0, num=0)
 
 
@@ -411,6 +652,7 @@ def out_of_turn(channel, name: str) -> None:
         "batch while one is open", "report of another step", "report without a batch",
         "report of a version that was not pushed", "sent without a push", "sent of another version",
         "batch during a push", "evaluation during a push", "no trajectories",
+        "another push during one", "the same version again",
     ],
 )
 def test_messages_out_of_turn_are_refused(tmp_path, name):
@@ -429,7 +671,7 @@ def test_what_runs_at_the_end_stays_in_flight(tmp_path):
         engines[0].num_tokens = 1
 
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
         report(channel, 0, 0)
         engines[0].hold = True
@@ -444,7 +686,7 @@ def test_what_runs_at_the_end_stays_in_flight(tmp_path):
 
 def test_a_batch_without_a_report_stays_in_flight(tmp_path):
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0, phase="value_pretrain")
         finish(channel)
 
@@ -454,7 +696,7 @@ def test_a_batch_without_a_report_stays_in_flight(tmp_path):
 
 def test_a_trainer_that_failed_makes_the_scheduler_fail(tmp_path):
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         channel.request(Goodbye(reason="loss is NaN"))
 
     out = play_together(tmp_path, trainer)
@@ -465,10 +707,10 @@ def test_a_trainer_that_failed_makes_the_scheduler_fail(tmp_path):
 @pytest.mark.parametrize("moment", ["idle", "push"])
 def test_a_trainer_that_goes_away_ends_the_scheduler(tmp_path, moment):
     def trainer(channel, engines):
-        channel.request(HELLO)
+        hello(channel)
         take(channel, 0, 0)
         if moment == "push":
-            channel.request(PushRequest(policy_version=1))
+            open_push(channel, 1)
 
     out = play_together(tmp_path, trainer)
     assert out.trainer_error is None
