@@ -323,7 +323,8 @@ def test_a_launcher_that_is_killed_takes_everything_along(start, tiny_folder):
 def start_until_training(start, tiny_folder: Path) -> LocalRun:
     """A run that has pushed weights twice and would go on for long."""
     run = start(*no_warm_start(tiny_folder), "--run.steps", "1000", "--task.num_eval_prompts", "4",
-                "--value.pretrain_trajectories", "0", "--value.warmup_steps", "0")  # fmt: skip
+                "--value.pretrain_trajectories", "0", "--value.warmup_steps", "0",
+                "--engine.restarts", "0")  # fmt: skip
     run.wait_for("\ntrain 2/1000", timeout_s=240)
     return run
 
