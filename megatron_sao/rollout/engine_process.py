@@ -31,6 +31,7 @@ from megatron_sao.transport.hf_shapes import check_model_folder
 MODEL_NAME = "policy"  # the name under which the server offers its model
 PLUGIN = "megatron_sao.transport.vllm_plugin"
 GUARD = "megatron_sao.rollout.process_guard"
+PORT_TIMEOUT_S = 10.0  # until the address of a server that was ended is free
 GUARD_TIMEOUT_S = 10.0  # it kills and goes; longer than it may take for that
 WORKER_PREFIX = "VLLM::"  # what vLLM calls the processes below its server: VLLM::EngineCore, VLLM::Worker_TP0
 
@@ -132,7 +133,7 @@ class EngineProcess:
             )
         return False
 
-    def start_again(self, log_path: str | Path) -> None:
+    def start_again(self, log_path: str | Path) -> "EngineProcess":
         """End what is left of the server and start it on the address that it had, from its first weights.
 
         Args: log_path: another file, so that the old log still tells of the end.
@@ -141,7 +142,15 @@ class EngineProcess:
         self.stop()
         self._workers = {}
         self.settings = replace(self.settings, port=self.port, log_path=log_path)
-        self.start()
+        deadline = time.monotonic() + PORT_TIMEOUT_S
+        while True:
+            try:
+                return self.start()
+            except EngineError:
+                # Threads of a killed process may hold its sockets for a moment after it counts as ended.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def check_alive(self) -> None:
         """Raise EngineError, with what the log says, if the server or one of its workers has ended."""

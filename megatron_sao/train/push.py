@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 from torch import Tensor
-from torch.distributed import TCPStore
 
 from megatron_sao.config import Config
 from megatron_sao.convert.family import ModelShape
@@ -117,7 +116,7 @@ class Pusher:
             self._pieces.setdefault(piece.hf_name, []).append(piece)
         self._policy_version = -1  # published last
         self._statistics = PushStatistics(0.0, 0.0, 0, 0, 0)  # of what was sent last
-        self._store: TCPStore | None = None  # meeting point of the weight group, on rank 0
+        self._store = None  # on rank 0: the meeting point of the weight group; closed when it is dropped
         self._group: WeightGroup | None = None
         self._sender: WeightSender | None = None  # None = in no weight group that could send
         link.push_again = lambda: self._publish(self._policy_version)

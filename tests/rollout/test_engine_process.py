@@ -3,6 +3,7 @@ tests/transport/test_push_to_vllm.py."""
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -239,3 +240,31 @@ def test_the_log_excerpt_prefers_errors_and_copes_with_a_missing_log(tmp_path):
     log.write_text("only\nlines\n")
     assert "only" in engine_process.log_excerpt(log) and "lines" in engine_process.log_excerpt(log)
     assert "whole log" in engine_process.log_excerpt(tmp_path / "none")
+
+
+def test_a_server_that_died_is_started_again_on_its_address_with_a_log_of_its_own(settings, monkeypatch, tmp_path):
+    run_instead(monkeypatch, HEALTHY)
+    with EngineProcess(settings) as engine:
+        engine.start().wait_ready()
+        url = engine.url
+        os.kill(engine.pid, signal.SIGKILL)
+        assert wait_until(lambda: not living(engine.pid) or engine._process.poll() is not None)
+        with pytest.raises(EngineError, match="was killed by SIGKILL"):
+            engine.check_alive()
+        engine.start_again(tmp_path / "logs" / "engine.1.log")
+        assert engine.url == url
+        assert wait_until(engine.is_ready)
+        engine.check_alive()
+    assert living(engine.pid) == []
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["engine.1.log", "engine.log"]
+
+
+def test_a_port_that_another_server_took_meanwhile_ends_the_attempt(settings, monkeypatch):
+    monkeypatch.setattr(engine_process, "PORT_TIMEOUT_S", 0.3)
+    run_instead(monkeypatch, HEALTHY)
+    with EngineProcess(settings) as engine:
+        engine.start().wait_ready()
+        engine.stop()
+        with socket.create_server(("127.0.0.1", engine.port)):
+            with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{engine.port}"):
+                engine.start_again(settings.log_path)
