@@ -172,6 +172,7 @@ class FormGroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     num_engines: int
     num_workers: int  # of all these engines; they come after the trainer ranks
+    is_push_due: bool  # whether they lack the version; else they only join
 
 
 class PushGo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

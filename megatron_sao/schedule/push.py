@@ -91,7 +91,7 @@ class Push:
             wanted = lacking or self._engines.present
             if not has_group or not self._engines.is_group(wanted):
                 if self._num_groups < self._attempts:
-                    return self._ask_for_group(wanted)
+                    return self._ask_for_group(wanted, is_push_due=bool(lacking))
                 if not self._engines.serves(self.policy_version):
                     raise EngineError(f"version {self.policy_version} could not be pushed with push.attempts = "
                                       f"{self._attempts}; the last attempt ended with: {self._fault}")
@@ -141,11 +141,12 @@ class Push:
         except SaoError:
             log.exception("engines could not be resumed")
 
-    def _ask_for_group(self, engines: list[EngineClient]) -> FormGroup:
+    def _ask_for_group(self, engines: list[EngineClient], is_push_due: bool) -> FormGroup:
         self._num_groups += 1
         self._engines.leave()
         self._asked = engines
-        return FormGroup(num_engines=len(engines), num_workers=self._engines.num_workers(engines))
+        num_workers = self._engines.num_workers(engines)
+        return FormGroup(num_engines=len(engines), num_workers=num_workers, is_push_due=is_push_due)
 
     async def _open(self) -> None:
         """Pause the engines of the group and make them receive."""

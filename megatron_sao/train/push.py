@@ -119,7 +119,7 @@ class Pusher:
         self._store = None  # on rank 0: the meeting point of the weight group; closed when it is dropped
         self._group: WeightGroup | None = None
         self._sender: WeightSender | None = None  # None = in no weight group that could send
-        link.push_again = lambda: self._publish(self._policy_version)
+        link.push_again = lambda: self._publish(self._policy_version, is_due=False)
 
     def connect(self, policy_version: int) -> None:
         """Meet the engines, and bring those to `policy_version` that lack it. Collective: every rank of the world."""
@@ -130,7 +130,7 @@ class Pusher:
             plan_hash=self._plan.hash,
         )
         self._link.request(hello, Welcome)
-        self._publish(policy_version)
+        self._publish(policy_version, is_due=False)
 
     def push(self, policy_version: int) -> dict[str, float]:
         """Publish the current weights as `policy_version`; engines keep their requests and continue under it.
@@ -140,7 +140,7 @@ class Pusher:
         Collective: every rank of the world.
         """
         started = time.monotonic()
-        metrics = self._publish(policy_version)
+        metrics = self._publish(policy_version, is_due=True)
         return {
             **metrics,
             "push/send_s": self._statistics.seconds,
@@ -148,16 +148,20 @@ class Pusher:
             "push/bytes": float(self._statistics.num_bytes),
         }
 
-    def _publish(self, policy_version: int) -> dict[str, float]:
-        """Do what the scheduler asks for until every engine that answers serves the version; it bounds the attempts."""
+    def _publish(self, policy_version: int, *, is_due: bool) -> dict[str, float]:
+        """Do what the scheduler asks for until every engine that answers serves the version; it bounds the attempts.
+
+        Args: is_due: whether engines are sure to lack the version.
+        """
         self._policy_version = policy_version
         while True:
-            if self._sender is not None:
+            if is_due and self._sender is not None:
                 self._sender.prepare(self._view, policy_version)  # engines go on sampling meanwhile
             ask = PushRequest(policy_version=policy_version, has_group=self._sender is not None)
             answer = self._ask(ask, FormGroup | PushGo | PushDone)
             match answer:
                 case FormGroup():
+                    is_due = answer.is_push_due
                     answer = self._form_group(policy_version, answer.num_workers)
                 case PushGo():
                     answer = self._send(policy_version)
