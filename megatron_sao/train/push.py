@@ -119,7 +119,6 @@ class Pusher:
         self._store = None  # on rank 0: the meeting point of the weight group; closed when it is dropped
         self._group: WeightGroup | None = None
         self._sender: WeightSender | None = None  # None = in no weight group that could send
-        link.push_again = lambda: self._publish(self._policy_version, is_due=False)
 
     def connect(self, policy_version: int) -> None:
         """Meet the engines, and bring those to `policy_version` that lack it. Collective: every rank of the world."""
@@ -129,6 +128,7 @@ class Pusher:
             plan=encode_plan(self._plan),
             plan_hash=self._plan.hash,
         )
+        self._link.push_again = lambda: self._publish(self._policy_version, is_due=False)
         self._link.request(hello, Welcome)
         self._publish(policy_version, is_due=False)
 

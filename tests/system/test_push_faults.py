@@ -104,7 +104,7 @@ def trainer(rank: int, pipe, store: str, folders: dict[str, Path]) -> None:
 
 
 class middle_of_push:
-    """While entered, before the third message that this rank sends: "die", or "tell" the test and wait for it."""
+    """While entered, before the eighth message that this rank sends: "die", or "tell" the test and wait for it."""
 
     def __init__(self, event: str, pipe):
         self._event, self._pipe, self._send = event, pipe, WeightGroup.send
@@ -118,7 +118,7 @@ class middle_of_push:
         WeightGroup.send = self._send
 
     def _counted(self, group, *given):
-        if next(self._numbers) == 3:
+        if next(self._numbers) == 8:
             if self._event == "die":
                 os._exit(1)
             self._pipe.send("in the middle")
