@@ -230,6 +230,10 @@ class EnginePool:
         """Engines that answered the last survey."""
         return [slot.engine for slot in self._slots if slot.answers]
 
+    def newest_version(self) -> tuple[int, str]:
+        """The highest version that an engine reported in the last survey, and the url of that engine."""
+        return max((slot.version, slot.engine.url) for slot in self._slots if slot.answers)
+
     def num_workers(self, engines: Sequence[EngineClient]) -> int:
         """Workers of these engines together, as of the last survey."""
         return sum(slot.num_workers for slot in self._slots if slot.engine in engines)

@@ -328,6 +328,8 @@ class Scheduler:
             "schedule/buffered": float(len(self._buffer)),
             "schedule/in_flight": float(self._dispatcher.num_running),
             "schedule/tokens_per_s": self._token_rate.read(),
+            "schedule/engines": float(self._engines.num_serving),
+            "schedule/requests_reissued": float(self._engines.num_reissued),  # in the run so far
         }
         self._batch = _OpenBatch(request, taken, metrics)
         self._ledger.take(self._batch.prompt_ids, phase=request.phase, step=request.step)

@@ -31,10 +31,12 @@ import logging
 import time
 from typing import Any
 
-from megatron_sao.errors import EngineError, SaoError
+from megatron_sao.errors import EngineError, ProtocolError, SaoError
 from megatron_sao.records import Ack, FormGroup, GroupOpen, PushDone, PushFailed, PushGo, PushSent
 from megatron_sao.rollout.engine_client import EngineClient
 from megatron_sao.rollout.engine_pool import EnginePool
+
+CAUSE_WAIT_S = 2.0  # for the engines' side of a push that the trainer could not send
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +82,17 @@ class Push:
         self._seconds: dict[str, float] = {}
 
     async def proceed(self, has_group: bool) -> FormGroup | PushGo | PushDone:
-        """Answer to PushRequest. Raises: EngineError when no engine answers, or none could be reached so often."""
+        """Answer to PushRequest.
+
+        Raises:
+            EngineError: no engine answers, or none could be brought to the version in so many attempts.
+            ProtocolError: an engine holds a later version.
+        """
         while True:
             # Who is out now stays out of this push.
             await self._engines.survey(self.policy_version, ask_absent=not self._num_groups)
             await self._stop_loading()
+            self._check_versions()
             lacking = self._engines.lacking(self.policy_version)
             if not lacking and has_group:
                 return self._done()
@@ -105,7 +113,9 @@ class Push:
                 has_group = False
 
     async def join(self, opened: GroupOpen) -> Ack | PushFailed:
-        """Answer to GroupOpen."""
+        """Answer to GroupOpen. Raises: ProtocolError when no group was asked for."""
+        if not self._asked:
+            raise ProtocolError(f"GroupOpen of version {self.policy_version} answers no FormGroup")
         place = {"master_address": opened.master_address, "master_port": opened.master_port}
         size = self._num_trainer_ranks + self._engines.num_workers(self._asked)
         info = self._join_info | place | {"world_size": size}
@@ -116,12 +126,17 @@ class Push:
         return Ack()
 
     async def close(self, sent: PushSent) -> PushDone | PushFailed:
-        """Answer to PushSent: wait until everything is loaded, publish the version, let requests go on."""
+        """Answer to PushSent: wait until everything is loaded, publish the version, let requests go on.
+
+        Raises: ProtocolError when no engine was receiving.
+        """
+        if self._loading is None:
+            raise ProtocolError(f"PushSent of version {self.policy_version} answers no PushGo")
         sent_s = time.monotonic()
         self._add("push/transfer_s", sent_s - self._go_s)
         try:
             if sent.fault:
-                raise EngineError(sent.fault)
+                raise EngineError(await self._cause(sent.fault))
             await asyncio.wait_for(asyncio.shield(self._loading), self._timeout_s)
             await self._engines.finish_weight_update(self.policy_version)
             self._add("push/load_s", time.monotonic() - sent_s)
@@ -140,6 +155,14 @@ class Push:
             await self._resume()
         except SaoError:
             log.exception("engines could not be resumed")
+
+    def _check_versions(self) -> None:
+        newest, url = self._engines.newest_version()
+        if newest > self.policy_version:
+            raise ProtocolError(
+                f"the engine at {url} holds version {newest}, the trainer pushes {self.policy_version}: versions never "
+                "fall. Start the engines again, or the trainer from its newest checkpoint"
+            )
 
     def _ask_for_group(self, engines: list[EngineClient], is_push_due: bool) -> FormGroup:
         self._num_groups += 1
@@ -170,6 +193,12 @@ class Push:
             log.warning("after it: %s", another)
         self._engines.leave()
         return PushFailed(reason=self._fault)
+
+    async def _cause(self, fault: str) -> str:
+        """What the engines say of a push that the trainer could not send: mostly they know better why."""
+        await asyncio.wait({self._loading}, timeout=CAUSE_WAIT_S)
+        failed = self._loading.done() and self._loading.exception()
+        return f"{failed}; the trainer: {fault}" if failed else fault
 
     async def _resume(self) -> None:
         if not self._is_paused:  # an engine that still waits to join would answer to nothing

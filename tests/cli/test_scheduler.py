@@ -142,6 +142,20 @@ def test_an_engine_that_dies_in_the_middle(run_folder, model):
     assert summary["issued"] == summary["trained"] + summary["dropped"] + summary["in_flight"]
 
 
+def test_a_run_begins_without_an_engine_that_does_not_come(run_folder, model):
+    def act(channel):
+        hello(channel)
+        train(channel, 3)
+        finish(channel)
+
+    with running_engine() as engine:
+        urls = f"{engine.url},http://127.0.0.1:9"
+        run_with_trainer(act, arguments(run_folder, model, urls, "--engine.start_timeout_s=1"), run_folder)
+        assert engine.version == "3"
+    summary = json.loads((run_folder / "scheduler_summary.json").read_text())
+    assert (summary["outcome"], summary["num_pushes"], summary["engines_taken_out"]) == ("finished", 3, 0)
+
+
 def refused(run_folder, expected: type, words: str, argv: list[str]) -> None:
     """The command fails with this message and leaves nothing behind."""
     before = sorted(run_folder.iterdir()) if run_folder.exists() else None

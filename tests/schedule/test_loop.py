@@ -386,6 +386,20 @@ def test_a_trainer_that_could_not_send_repeats_the_push(tmp_path):
     assert held == ["default", "default"]
 
 
+def test_why_a_push_could_not_be_sent_is_told_in_the_words_of_the_engine(tmp_path):
+    def trainer(channel, engines):
+        hello(channel)
+        engines[0].faults["update"] = "refuse once"
+        open_push(channel, 1)
+        failed = channel.request(PushSent(policy_version=1, fault="an engine refused"))
+        push(channel, 1, has_group=False)
+        finish(channel)
+        return failed
+
+    out = play_together(tmp_path, trainer)
+    assert "update failed inside the engine; the trainer: an engine refused" in out.answer.reason
+
+
 def test_a_push_that_always_fails_ends_the_run_with_its_reason(tmp_path):
     def trainer(channel, engines):
         hello(channel)
@@ -589,6 +603,22 @@ def test_a_trainer_that_resumes_publishes_first_and_versions_never_fall(tmp_path
     assert isinstance(out.scheduler_error, ProtocolError)
 
 
+def test_a_trainer_older_than_the_engines_is_refused(tmp_path):  # WSY-10
+    def newer(channel, engines):
+        hello(channel)
+        train(channel, 2)
+        finish(channel)
+
+    def older(channel, engines):
+        channel.request(Hello(policy_version=1, num_trainer_ranks=1, plan=b"", plan_hash=""))
+        push(channel, 1, has_group=False)
+
+    _, second = play_in_turn(tmp_path, [newer, older])
+    assert isinstance(second.scheduler_error, ProtocolError)
+    assert "holds version 2, the trainer pushes 1: versions never fall" in str(second.trainer_error)
+    assert second.engines[0].version == "2"
+
+
 def out_of_turn(channel, name: str) -> None:
     match name:
         case "batch before hello":
@@ -636,6 +666,14 @@ def out_of_turn(channel, name: str) -> None:
             hello(channel)
             open_push(channel, 1)
             channel.request(PushRequest(policy_version=2, has_group=True))
+        case "group without being asked":
+            hello(channel)
+            channel.request(PushRequest(policy_version=1, has_group=True))
+            channel.request(GroupOpen(policy_version=1, master_address="h", master_port=1))
+        case "sent before receiving":
+            hello(channel)
+            channel.request(PushRequest(policy_version=1, has_group=False))
+            channel.request(PushSent(policy_version=1))
         case "the same version again":
             hello(channel)
             push(channel, 1)
@@ -652,7 +690,7 @@ def out_of_turn(channel, name: str) -> None:
         "batch while one is open", "report of another step", "report without a batch",
         "report of a version that was not pushed", "sent without a push", "sent of another version",
         "batch during a push", "evaluation during a push", "no trajectories",
-        "another push during one", "the same version again",
+        "another push during one", "the same version again", "group without being asked", "sent before receiving",
     ],
 )
 def test_messages_out_of_turn_are_refused(tmp_path, name):

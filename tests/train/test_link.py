@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.errors import ProtocolError
-from megatron_sao.records import Ack, Batch, EvalRequest, EvalResult, NeedBatch
+from megatron_sao.records import Ack, Batch, EvalRequest, EvalResult, NeedBatch, PushWanted
 from megatron_sao.train import link as link_module
 from megatron_sao.train.link import SchedulerLink
 from tests.support.ranks import run_ranks
@@ -86,3 +86,26 @@ def several(count):
 
 def test_requests_keep_their_order_on_every_rank():
     assert run_ranks(2, several, 4) == [[0, 1, 2, 3]] * 2
+
+
+def wanted(num_pushes):
+    dist.init_process_group("gloo")
+    answers = [PushWanted()] * num_pushes + [Ack()]
+    link_module.TrainerChannel = lambda address, timeout_s: Scripted(answers)
+    link = SchedulerLink("tcp://127.0.0.1:1", longest_wait_s=5.0)
+    pushes = []
+    link.push_again = lambda: pushes.append(len(pushes))
+    return type(link.request(NEED, Ack)).__name__, pushes, link.first("broke" if dist.get_rank() else "")
+
+
+class Scripted:
+    def __init__(self, answers):
+        self.answers = iter(answers)
+
+    def request(self, message, timeout_s=None):
+        assert message == NEED
+        return next(self.answers)
+
+
+def test_every_rank_pushes_again_when_the_scheduler_wants_it_and_then_asks_again():
+    assert run_ranks(2, wanted, 2) == [("Ack", [0, 1], "broke")] * 2
