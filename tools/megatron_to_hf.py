@@ -1,16 +1,20 @@
 """A Megatron distributed checkpoint, of a policy or a value model and from any layout, as a HF model folder.
 
     source launch/env.sh
-    python tools/megatron_to_hf.py CKPT OUT_DIR [--source HF_DIR]
+    python tools/megatron_to_hf.py CKPT OUT_DIR [--source HF_DIR] [--quantize fp8]
 
 Configuration, tokenizer and tensors that the model does not train are taken from the checkpoint's own `hf` folder, or
-from HF_DIR.
+from HF_DIR. With --quantize the matrices become FP8 (megatron_sao/models/quantize.py says which, and how); the model in
+its own number format lies beside OUT_DIR meanwhile.
 """
 
 import argparse
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_sao.cli.options import run_command
+from megatron_sao.errors import CheckpointError
 from megatron_sao.observe.progress import BytesProgress
 
 
@@ -19,14 +23,31 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("checkpoint", metavar="CKPT")
     parser.add_argument("out_dir", metavar="OUT_DIR")
     parser.add_argument("--source", metavar="HF_DIR", help="HF folder that the checkpoint's model came from")
+    parser.add_argument("--quantize", choices=("fp8",), help="make the matrices FP8, in blocks of 128 x 128")
     options = parser.parse_args(argv)
 
     import megatron_sao.parallel  # noqa: F401  makes megatron.core importable without CUDA
     from megatron_sao.models.conversion import megatron_to_hf
 
-    with BytesProgress("convert") as progress:
-        count = megatron_to_hf(options.checkpoint, options.out_dir, hf_source=options.source, report=progress.update)
-    print(f"{options.out_dir}: {count} HF tensors")
+    def convert(destination: Path) -> int:
+        with BytesProgress("convert") as progress:
+            return megatron_to_hf(options.checkpoint, destination, hf_source=options.source, report=progress.update)
+
+    out_dir = Path(options.out_dir)
+    if not options.quantize:
+        print(f"{out_dir}: {convert(out_dir)} HF tensors")
+        return
+    from megatron_sao.models.quantize import check_modelopt, quantize_folder
+
+    check_modelopt()  # what is missing is said before hours of conversion, not after
+    if out_dir.exists():
+        raise CheckpointError(f"{out_dir} exists already; remove it or name another folder")
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out_dir.name}.unquantized-", dir=out_dir.parent) as folder:
+        count = convert(Path(folder, "hf"))
+        with BytesProgress("quantize") as progress:
+            num_fp8 = quantize_folder(Path(folder, "hf"), out_dir, progress.update)
+    print(f"{out_dir}: {count} HF tensors, {num_fp8} of them in FP8")
 
 
 if __name__ == "__main__":

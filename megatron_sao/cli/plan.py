@@ -73,10 +73,11 @@ def main(argv: Sequence[str]) -> int:
     if not console.is_terminal:
         console = Console(width=FILE_COLUMNS)
     if "push" in options.switches:
-        link = Link(_number(options, "link-gbps", LINK_GBPS) * 1e9 / 8, _number(options, "message-us", MESSAGE_US) / 1e6)
+        gbps, message_us = _number(options, "link-gbps", LINK_GBPS), _number(options, "message-us", MESSAGE_US)
+        piece_s = _number(options, "load-us", LOAD_US) / 1e6
         with Progress(console) as progress:
             push = plan_push(config, hf_config, lambda done, total: progress.update("ranks", done, total))
-        print_push(console, config, push, link, _number(options, "load-us", LOAD_US) / 1e6)
+        print_push(console, config, push, Link(gbps * 1e9 / 8, message_us / 1e6), piece_s)
         return 0
     with Progress(console) as progress:
         plan = make_plan(config, hf_config, mean_tokens, lambda done, total: progress.update("stages", done, total))

@@ -28,22 +28,22 @@ def print_push(console: Console, config: Config, plan: PushPlan, link: Link, pie
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     say(
-        f"one push: {p.world_size} trainer ranks (tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp}, ep {p.ep} x etp {p.etp})"
-        f" to {e.count} engines of {e.tensor_parallel} workers; {link.bytes_per_s * 8 / 1e9:g} Gb/s each way for each of"
-        f" them, {link.message_s * 1e6:g} us a message, {piece_s * 1e6:g} us to load a piece"
+        f"one push: {p.world_size} trainer ranks (tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp}, ep {p.ep} x etp"
+        f" {p.etp}) to {e.count} engines of {e.tensor_parallel} workers; {link.bytes_per_s * 8 / 1e9:g} Gb/s each way"
+        f" for each of them, {link.message_s * 1e6:g} us a message, {piece_s * 1e6:g} us to load a piece"
     )
     num_items = sum(len(bucket.items) for bucket in plan.buckets)
-    sent = sum(found.sent_bytes)
     say(
-        f"plan {plan.hash}: {len(plan.expected):,} tensors in {num_items:,} pieces and {len(plan.buckets):,} buckets, the"
-        f" largest {plan.max_bucket_bytes / MIB:,.1f} MiB (each rank and worker holds two); {sent / GIB:,.1f} GiB sent; an"
-        f" engine gets the plan itself, {len(encode_plan(plan)) / 1e6:,.1f} MB, when it joins"
+        f"plan {plan.hash}: {len(plan.expected):,} tensors in {num_items:,} pieces and {len(plan.buckets):,} buckets,"
+        f" the largest {plan.max_bucket_bytes / MIB:,.1f} MiB (each rank and worker holds two);"
+        f" {sum(found.sent_bytes) / GIB:,.1f} GiB sent; an engine gets the plan itself,"
+        f" {len(encode_plan(plan)) / 1e6:,.1f} MB, when it joins"
     )
     _print_table(console, found)
     say(f"senders: most loaded / mean = {found.balance:.3f}")
     say(
-        f"critical path: {_s(found.total_s)} seconds, the last byte arrives after {_s(found.filling_s + found.transfer_s)};"
-        f" if loading were free: {_s(network.total_s)}"
+        f"critical path: {_s(found.total_s)} seconds, the last byte arrives after"
+        f" {_s(found.filling_s + found.transfer_s)}; if loading were free: {_s(network.total_s)}"
     )
     say(
         f"never waiting, the busiest rank would need {_s(found.sending_s)} seconds to send, the busiest worker"

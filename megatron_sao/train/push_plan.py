@@ -1,7 +1,7 @@
 """The push of a run of any size, from one process: the plan that its trainer would make, without a GPU or weights.
 
-Every rank's slices come from its place in a fake world of the real size; the ranks of one pipeline stage hold tensors of
-equal shapes (every split is even), so one model of each stage is built, on the meta device.
+Every rank's slices come from its place in a fake world of the real size; the ranks of one pipeline stage hold tensors
+of equal shapes (every split is even), so one model of each stage is built, on the meta device.
 """
 
 from collections.abc import Callable

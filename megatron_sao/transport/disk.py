@@ -1,9 +1,9 @@
 """The fall-back carrier of a push: the same messages through files on a disk that trainer and engines share.
 
-Owns: `make_sender`, `make_receiver`, `DiskSender`, `DiskReceiver`. The plan says which carrier: its `folder` is set. Each
-trainer rank writes its buckets one after the other into a file of its own, FOLDER/version-V/rank-R, before the engines
-are paused; each worker reads the buckets that it loads. The weight group carries the agreements alone, so everything else
-is as over the network: version and plan, checksum of each bucket, bytes, names, poison.
+Owns: `make_sender`, `make_receiver`, `DiskSender`, `DiskReceiver`. The plan says which carrier: its `folder` is set.
+Each trainer rank writes its buckets one after the other into a file of its own, FOLDER/version-V/rank-R, before the
+engines are paused; each worker reads the buckets that it loads. The weight group carries the agreements alone, so
+everything else is as over the network: version and plan, checksum of each bucket, bytes, names, poison.
 Invariants:
 - a file has its name only when it is whole, and no worker opens one before every rank has said that its own is;
 - files go when the push is over, however it ended.
@@ -132,8 +132,8 @@ class DiskReceiver(WeightReceiver):
                     _read(files[rank], self._offsets[arrival.number], buffer.message(arrival.bucket))
                     filled.put((buffer, time.monotonic()))
         except OSError as error:
-            filled.put(ProtocolError(f"an engine worker cannot read {error.filename}: {error.strerror}; push.folder must"
-                                     " lie on a disk that trainer and engines share"))
+            filled.put(ProtocolError(f"an engine worker cannot read {error.filename}: {error.strerror}; push.folder"
+                                     " must lie on a disk that trainer and engines share"))
         except Exception as error:  # raised again in the thread that loads
             filled.put(error)
 
@@ -157,5 +157,6 @@ def _read(file: IO[bytes], offset: int, message: torch.Tensor) -> None:
     file.seek(offset)
     content = bytearray(file.read(message.numel()))
     if len(content) < message.numel():
-        raise ProtocolError(f"{file.name} ends after {offset + len(content)} bytes; {message.numel() - len(content)} lack")
+        lacking = message.numel() - len(content)
+        raise ProtocolError(f"{file.name} ends after {offset + len(content)} bytes; {lacking} lack")
     message.copy_(torch.frombuffer(content, dtype=torch.uint8))

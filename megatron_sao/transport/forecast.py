@@ -2,11 +2,11 @@
 
 Owns: `Link`, `PushForecast`, `forecast`. No torch: a laptop predicts a push between hundreds of GPUs.
 The buckets are gone through in their one order, as sender and receiver do. A rank sends one bucket after the other. A
-worker takes one after the other: what it got from a rank it passes on to its peers, what a peer passes on it takes, and if
-the next one comes from a rank it lets that arrive meanwhile. Passing on is a broadcast through the chain of peers, in
-which each takes the bucket in and gives it out at the same time. A bucket that has begun is not slowed down by others.
-A worker loads a bucket while it takes the next one, and has two buffers: it takes none before the last but one is loaded.
-What is taken as free: filling a buffer while another one is sent, and copying within a GPU.
+worker takes one after the other: what it got from a rank it passes on to its peers, what a peer passes on it takes, and
+if the next one comes from a rank it lets that arrive meanwhile. Passing on is a broadcast through the chain of peers,
+in which each takes the bucket in and gives it out at the same time. A bucket that has begun is not slowed by others.
+A worker loads a bucket while it takes the next one, and has two buffers: it takes none before the last but one is
+loaded. What is taken as free: filling a buffer while another one is sent, and copying within a GPU.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Link:
 
 @dataclass(frozen=True)
 class PushForecast:
-    """What one push moves, and when it is over. Lists are by trainer rank, or by kind of worker: engines do not differ."""
+    """What one push moves, and when it is over. Lists: by trainer rank, or by kind of worker (engines are alike)."""
 
     sent_bytes: list[int]
     num_sent: list[int]  # messages

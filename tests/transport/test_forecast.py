@@ -56,8 +56,8 @@ def three_buckets():
 def test_a_rank_sends_one_after_the_other_and_a_worker_takes_one_after_the_other():
     """16 bytes a second: to one engine of one worker in 4 + 2 + 2.
 
-    With two engines the first is passed on 4-8, and meanwhile the second arrives in the other engine, 0-2. That is passed
-    on 8-10, while the third arrives in the first engine, which is passed on 10-12.
+    With two engines the first is passed on 4-8, and meanwhile the second arrives in the other engine, 0-2. That is
+    passed on 8-10, while the third arrives in the first engine, which is passed on 10-12.
     """
     found = forecast(three_buckets(), num_engines=1, link=Link(16))
     assert (found.sending_s, found.receiving_s, found.transfer_s) == (6, 8, 8)
@@ -65,8 +65,8 @@ def test_a_rank_sends_one_after_the_other_and_a_worker_takes_one_after_the_other
 
 
 def test_loading_overlaps_and_holds_the_next_but_one_back():
-    """Ten seconds a piece, two buffers: 0-4 and 4-6 arrive, 4-14 and 14-24 are loaded; the third waits for the first one's
-    buffer, arrives 14-16 and is loaded 24-34."""
+    """Ten seconds a piece, two buffers: 0-4 and 4-6 arrive, 4-14 and 14-24 are loaded; the third waits for the first
+    one's buffer, arrives 14-16 and is loaded 24-34."""
     found = forecast(three_buckets(), num_engines=1, link=Link(16), piece_s=10)
     assert (found.num_loaded, found.loading_s) == ([3], 30)
     assert (found.filling_s, found.transfer_s, found.total_s) == (4, 16, 4 + 34)
