@@ -40,6 +40,16 @@ sao_install() {
     return 1
 }
 
+# Installs Megatron-Bridge, the judge of tests/models/test_against_bridge.py, into a folder that only that test looks
+# into: it asks for an older antlr4 than other packages.
+sao_install_bridge() {
+    local folder=$1
+    rm -rf "$folder.partial" &&
+        "$(dirname "$folder")/bin/uv" pip install --quiet --no-deps --python "$(dirname "$folder")/bin/python" \
+            --target "$folder.partial" --requirement "$sao_root/launch/requirements-bridge.txt" &&
+        mv "$folder.partial" "$folder"
+}
+
 sao_activate() {
     local home=${MEGATRON_SAO_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_sao} key folder
     mkdir -p "$home" || return 1
@@ -55,6 +65,10 @@ sao_activate() {
         if [ ! -e "$folder/complete" ]; then # one installer at a time; who waited finds it done
             (flock --wait 900 9 && { [ -e "$folder/complete" ] || sao_install "$folder"; }) 9>"$home/install.lock" ||
                 return 1
+        fi
+        if [ ! -e "$folder/bridge" ]; then
+            (flock --wait 900 9 && { [ -e "$folder/bridge" ] || sao_install_bridge "$folder/bridge"; }) \
+                9>"$home/install.lock" >>"$folder.log" 2>&1 || sao_say "no Megatron-Bridge: its test will be skipped"
         fi
     fi
     sao_say "using the environment $folder"

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_sao.convert import names
-from megatron_sao.convert.family import MLAShape, ModelShape
+from megatron_sao.convert.family import IndexerShape, MLAShape, ModelShape
 from megatron_sao.convert.names import HFNames, expert_number, with_expert_offset
 from megatron_sao.errors import CheckpointError
 
@@ -166,3 +166,36 @@ def test_norms_of_queries_are_of_heads_or_of_the_latent():
     assert lookup(name, LATENT).hf == ("model.layers.0.self_attn.q_a_layernorm.weight",)
     with pytest.raises(CheckpointError, match="no HF name"):
         lookup("decoder.layers.0.self_attention.k_layernorm.weight", LATENT)
+
+
+# What transformer-engine's modules call the norms, per kind of model and layer; ours are always apart.
+ALONE = ("input_layernorm", "pre_mlp_layernorm", "self_attention.q_layernorm", "self_attention.kv_layernorm")
+INDEXED = ModelShape(**vars(LATENT) | {"indexer": IndexerShape(1, 1, 1, (True,) * 4)})
+DENSE_FIRST = {"num_dense_layers": 1}
+FUSED_QKV, FUSED_MLP = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
+FUSED_LATENTS = [f"self_attention.linear_{part}_up_proj.layer_norm_weight" for part in ("q", "kv")]
+APART = [f"{name}.weight" for name in ALONE]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dense"),
+    [
+        (GROUPED, [FUSED_QKV, FUSED_MLP, *APART[2:]]),
+        (LATENT, [APART[0], FUSED_MLP, *FUSED_LATENTS]),
+        (INDEXED, [APART[0], FUSED_MLP, *APART[2:]]),
+    ],
+    ids=["grouped queries", "latent", "latent with indexers"],
+)
+def test_a_norm_has_one_name_in_a_checkpoint_whatever_modules_it_comes_from(shape, dense):
+    shape = ModelShape(**vars(shape) | DENSE_FIRST)
+    sparse = [dense[0], APART[1], *dense[2:]]
+    fused = [FUSED_QKV, FUSED_MLP, *FUSED_LATENTS]
+    for prefix, expected in (
+        ("decoder.layers.0.", dense),
+        ("decoder.layers.1.", sparse),
+        ("mtp.layers.0.transformer_layer.", sparse),
+    ):
+        for given in (APART, fused):
+            assert [names.stored_name(prefix + name, shape) for name in given] == [prefix + name for name in expected]
+    for name in ("embedding.word_embeddings.weight", "mtp.layers.0.enorm.weight", "decoder.layers.1.mlp.router.weight"):
+        assert names.stored_name(name, shape) == name

@@ -1,0 +1,103 @@
+"""The conversion tools as a user calls them."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from megatron_sao.errors import CheckpointError, ConfigError
+from megatron_sao.models.checkpoint import StoredWeights
+from tests.support.families import make_family_folder
+from tests.support.folders import read_weights, write_shards
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def main_of(tool):
+    spec = importlib.util.spec_from_file_location(tool, TOOLS / f"{tool}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_family_folder("glm4_moe", tmp_path / "hf", mtp=True, mtp_copies=True, seed=1)
+
+
+def test_a_round_trip_is_checked_and_leaves_nothing(folder, capsys):
+    before = sorted(path.name for path in folder.parent.iterdir())
+    assert main_of("check_roundtrip")([str(folder)]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    count = len(read_weights(folder))
+    assert said == f"CHECK roundtrip tensors={count} equal={count} missing=0 added=0 config_equal=True"
+    assert sorted(path.name for path in folder.parent.iterdir()) == before
+
+
+def test_both_tools_say_what_they_did(folder, tmp_path, capsys):
+    config = tmp_path / "run.toml"
+    config.write_text('[value]\nloss = "hl_gauss"\nhl_gauss_bins = 7\n')
+    main_of("hf_to_megatron")([str(folder), str(tmp_path / "value"), "--role", "value", "--config", str(config)])
+    said = capsys.readouterr().out
+    assert "the value head starts at zero" in said and "left out: lm_head.weight, model.layers.4." in said
+    assert StoredWeights(tmp_path / "value").shapes["output_layer.weight"] == (7, 64)
+    assert "convert 0.00/0.00 GB" in said, "no terminal: lines instead of a bar"
+    main_of("megatron_to_hf")([str(tmp_path / "value"), str(tmp_path / "back")])
+    assert "HF tensors" in capsys.readouterr().out
+    assert list(read_weights(tmp_path / "back")["value_head.weight"].shape) == [7, 64]
+
+
+def test_a_layout_that_the_model_does_not_fit_is_refused(folder, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text("[parallel]\nep = 3\ndp = 3\n")
+    with pytest.raises(ConfigError, match="parallel.ep = 3"):
+        main_of("hf_to_megatron")([str(folder), str(tmp_path / "out"), "--config", str(config)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_shard_is_named_at_once(folder, tmp_path):  # CKP-01
+    weights = read_weights(folder)
+    names = list(weights)
+    _, second = write_shards(folder, weights, [names[:9], names[9:]])
+    (folder / second).unlink()
+    (folder / "model.safetensors").write_bytes(b"stray")
+    with pytest.raises(CheckpointError, match=second):
+        main_of("hf_to_megatron")([str(folder), str(tmp_path / "out")])
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / "hf_to_megatron.py"), str(folder), str(tmp_path / "out")],
+        env=os.environ | {"PYTHONPATH": str(TOOLS.parent)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == CheckpointError.exit_code and done.stderr.startswith("error: ") and second in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_of_all_experts_are_converted_like_those_of_each(folder, tmp_path):
+    """A folder with gate_up_proj and down_proj gives the same checkpoint as one with the experts apart."""
+    import torch
+
+    weights = read_weights(folder)
+    fused = {name: tensor for name, tensor in weights.items() if ".mlp.experts." not in name}
+    places = sorted({name.split(".experts.")[0] + ".experts." for name in weights if ".mlp.experts." in name})
+    for place in places:
+        parts = {part: [weights[f"{place}{e}.{part}_proj.weight"] for e in range(8)] for part in ("gate", "up", "down")}
+        pairs = zip(parts["gate"], parts["up"], strict=True)
+        fused[f"{place}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        fused[f"{place}down_proj"] = torch.stack(parts["down"])
+    other = tmp_path / "fused"
+    other.mkdir()
+    (other / "config.json").write_text((folder / "config.json").read_text())
+    write_shards(other, fused, [list(fused)[::2], list(fused)[1::2]])
+    for source in (folder, other):
+        main_of("hf_to_megatron")([str(source), str(tmp_path / f"{source.name}-megatron")])
+        main_of("megatron_to_hf")([str(tmp_path / f"{source.name}-megatron"), str(tmp_path / f"{source.name}-back")])
+    apart, together = (read_weights(tmp_path / f"{name}-back") for name in ("hf", "fused"))
+    assert apart.keys() == together.keys() == weights.keys()
+    assert all(torch.equal(apart[name], together[name]) for name in apart)
+    assert json.loads((other / "config.json").read_text()) == json.loads(
+        (tmp_path / "fused-back" / "config.json").read_text()
+    )
