@@ -74,7 +74,10 @@ def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str)
     names, left_out = (
         listed(folder, trainer.shape, with_mtp=trainer.exporter.has_mtp) for listed in (policy_shapes, left_out_names)
     )
-    pusher = Pusher(trainer.exporter, names, config, link, host, left_out)
+    models = trainer.models
+    pusher = Pusher(
+        trainer.exporter, names, config, link, host, left_out, wake=lambda: models.turns.take(models.policy)
+    )
     result = train(trainer, link, pusher, run_folder / EXPORT_FOLDER)
     if world.is_first:
         (run_folder / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")

@@ -96,7 +96,7 @@ class HFWriter:
     def _stream(self, file: str) -> IO[bytes]:
         if self._open is None or self._open[0] != file:
             self._close()
-            self._open = (file, (self._folder / file).open("r+b", buffering=0))
+            self._open = (file, (self._folder / file).open("r+b"))  # buffered: a raw write stops at 2 GiB
         return self._open[1]
 
     def _close(self) -> None:

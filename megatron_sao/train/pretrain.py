@@ -29,9 +29,9 @@ def pretrain_value(trainer: Trainer, link: SchedulerLink, outcome: Outcome) -> N
     Collective: every rank of the world.
     """
     config, models = trainer.config.value, trainer.models
-    models.turns.take(models.value)
     need = NeedBatch(step=0, phase=PRETRAIN, num_trajectories=config.pretrain_trajectories, policy_version=0)
     batch: Batch = link.request(need, Batch)
+    models.turns.take(models.value)  # not before: while it waits, the scheduler may want a push
     held_out, training = split(batch.trajectories, num_pretrain_holdout(config), trainer.config.run.seed)
 
     def report(number: int, metrics: dict[str, float], is_trained: bool) -> None:

@@ -2,10 +2,13 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from megatron_sao.config import Config
@@ -100,6 +103,7 @@ class Pusher:
         link: SchedulerLink,
         host: str,
         excluded: Sequence[str] = (),
+        wake: Callable[[], None] = lambda: None,
     ):
         """Make the plan; no engine is contacted yet.
 
@@ -107,10 +111,15 @@ class Pusher:
             names: HF name -> shape of every tensor the engines expect; the plan must cover exactly these.
             host: address of trainer rank 0 that the engines can reach.
             excluded: HF names that the engines' folder holds and no push delivers.
+            wake: brings the policy to the device; called before its weights are read.
         Collective: every rank of the world.
         """
+        self._wake = wake
         self._exporter, self._config, self._link, self._host = exporter, config, link, host
-        self._plan = push_plan(exporter.slices_by_rank, exporter.shape, config, names, excluded)
+        plan = push_plan(exporter.slices_by_rank, exporter.shape, config, names, excluded)
+        if plan.folder:  # of this process alone: nobody else's files of the same version may lie there
+            plan = msgspec.structs.replace(plan, folder=str(Path(plan.folder, broadcast_object(uuid.uuid4().hex[:12]))))
+        self._plan = plan
         self._pieces: dict[str, list[WeightSlice]] = {}
         for piece in exporter.slices_by_rank[world_rank()]:
             self._pieces.setdefault(piece.hf_name, []).append(piece)
@@ -156,6 +165,7 @@ class Pusher:
         self._policy_version = policy_version
         while True:
             if is_due and self._sender is not None:
+                self._wake()
                 self._sender.prepare(self._view, policy_version)  # engines go on sampling meanwhile
             ask = PushRequest(policy_version=policy_version, has_group=self._sender is not None)
             answer = self._ask(ask, FormGroup | PushGo | PushDone)
@@ -166,6 +176,8 @@ class Pusher:
                 case PushGo():
                     answer = self._send(policy_version)
             if isinstance(answer, PushDone):
+                if self._sender is not None:
+                    self._sender.discard()
                 return answer.metrics
             if isinstance(answer, PushFailed):
                 self._leave_group()
@@ -189,6 +201,7 @@ class Pusher:
     def _send(self, policy_version: int) -> PushDone | PushFailed:
         """Send all buckets and hear what the engines say."""
         fault = ""
+        self._wake()
         try:
             self._statistics = self._sender.send(self._view, policy_version)
         except ProtocolError as error:
@@ -199,6 +212,8 @@ class Pusher:
 
     def _leave_group(self) -> None:
         """Effect: whoever still waits in the group, or to join it, gets an error soon."""
+        if self._sender is not None:
+            self._sender.discard()
         if self._group is not None:
             self._group.close()
         self._group = self._sender = self._store = None
@@ -224,7 +239,10 @@ class _Joining:
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
         self._fault = f"trainer rank {rank} did not join the weight group within push.timeout_s = {timeout_s:g}"
-        self._thread = threading.Thread(target=self._join, args=(host, port, rank, world_size, backend), daemon=True)
+        # A new thread would be on the first GPU, whatever this one is on.
+        device = None if backend == "gloo" else f"cuda:{torch.cuda.current_device()}"
+        join = partial(self._join, host, port, rank, world_size, backend, device)
+        self._thread = threading.Thread(target=join, daemon=True)
         self._thread.start()
 
     def result(self) -> tuple[WeightGroup | None, str]:
@@ -232,9 +250,11 @@ class _Joining:
         self._thread.join(self._timeout_s)
         return self._group, "" if self._group else self._fault
 
-    def _join(self, host: str, port: int, rank: int, world_size: int, backend: str) -> None:
+    def _join(self, host: str, port: int, rank: int, world_size: int, backend: str, device: str | None) -> None:
         try:
             # As a client of the store on every rank: closing the store must wake this thread, too.
-            self._group = weight_group(host, port, rank, world_size, backend=backend, timeout_s=self._timeout_s)
+            self._group = weight_group(
+                host, port, rank, world_size, backend=backend, timeout_s=self._timeout_s, device=device
+            )
         except Exception as error:  # noqa: BLE001  reported by `result`, in the caller's thread
             self._fault = str(error)

@@ -55,6 +55,11 @@ class DiskSender(WeightSender):
                 fault = f"trainer rank {self._group.rank} cannot write {path}: {error.strerror} (push.folder)"
         self._prepared = Prepared(policy_version, views, fault)
 
+    def discard(self) -> None:
+        """Effect: what was prepared and not sent is forgotten, and its file removed."""
+        super().discard()
+        self._remove()
+
     def send(self, view_of: Callable[[WireItem], torch.Tensor], policy_version: int) -> PushStatistics:
         """Let the engines read. Arguments and errors as `WeightSender.send`. Effect: the file is gone afterwards."""
         try:

@@ -88,6 +88,10 @@ class WeightSender:
             for slot, (number, bucket, _) in zip(self._slots, self._own):
                 _fill(slot, number, bucket, views)
 
+    def discard(self) -> None:
+        """Effect: what was prepared and not sent is forgotten."""
+        self._prepared = None
+
     def send(self, view_of: Callable[[WireItem], torch.Tensor], policy_version: int) -> PushStatistics:
         """Send every slice this rank owns.
 

@@ -83,3 +83,13 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with new_folder(wanted, replace=True) as partial:
         (partial / "other").write_text("second")
     assert [path.name for path in wanted.iterdir()] == ["other"] and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_tensor_beyond_what_one_system_call_writes(tmp_path):
+    """One write hands over less than 2 GiB; the rest would stay a hole of zeros in a file of the right size."""
+    large = torch.ones(2**31 + 2**20, dtype=torch.uint8)
+    with HFWriter(tmp_path, announced({"large": large})) as writer:
+        writer.write("large", large)
+    with (tmp_path / "model.safetensors").open("rb") as file:
+        file.seek(-(2**20) - 2**16, 2)
+        assert set(file.read()) == {1}
