@@ -377,9 +377,18 @@ def _check_all_taken(stored: StoredWeights, parameters: list[_Parameter]) -> Non
 
 def _read(parameter: _Parameter, stored: StoredWeights) -> torch.Tensor:
     tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
-    shards = {str(number): shard for number, shard in enumerate(parameter.stored(tensor))}
+    shards = {str(number): _unstacked(shard) for number, shard in enumerate(parameter.stored(tensor))}
     TorchDistLoadShardedStrategy(cache_metadata=True).load(shards, stored.path)  # fills `tensor` through its views
     return tensor
+
+
+def _unstacked(shard: ShardedTensor) -> ShardedTensor:
+    """The same part of a stored tensor with its layer and expert axes, of length 1, as axes of its own.
+
+    megatron-core 0.19 reads stacked tensors only where all parts of the rank are asked for at once.
+    """
+    shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    return replace(shard, data=shard.data.view(shape), local_shape=shape, prepend_axis_num=0)
 
 
 def _hf_tensors(parameter: _Parameter, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

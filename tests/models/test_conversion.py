@@ -8,12 +8,19 @@ import pytest
 import torch
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from megatron.core import dist_checkpointing
 from megatron_sao.config import load_config
 from megatron_sao.convert.family import read_shape
 from megatron_sao.errors import CheckpointError
 from megatron_sao.models import conversion
 from megatron_sao.models.build import build_model
-from megatron_sao.models.checkpoint import HF_PART, StoredWeights, load_saved_weights, save_weights
+from megatron_sao.models.checkpoint import (
+    StoredWeights,
+    _SaveInThisProcess,
+    load_saved_weights,
+    save_weights,
+    weight_shards,
+)
 from megatron_sao.models.conversion import hf_to_megatron, megatron_to_hf
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.value_head import ValueHead
@@ -275,3 +282,30 @@ def test_a_killed_conversion_leaves_nothing_that_looks_finished(sources, checkpo
     assert not (tmp_path / "out").exists()
     left = list(tmp_path.iterdir())
     assert len(left) == 2 and all(path.name.startswith("out.partial-") for path in left)
+
+
+# ---- checkpoints of Megatron's own form ------------------------------------------------------------------------
+
+
+def saved_stacked(cases):
+    """Save models as Megatron-LM does: the experts of a layer, and equal layers, stacked in one stored tensor."""
+    for folder, destination in cases:
+        config = load_config(None, [])
+        world = start_world(config)
+        (chunk,), hf, shape = model_of(folder, config)
+        load_weights([chunk], hf, shape, world)
+        destination.mkdir()
+        state = {"model": weight_shards(chunk, shape, {})}
+        content = {"singleton_local_shards": False}
+        dist_checkpointing.save(state, str(destination), _SaveInThisProcess(), content_metadata=content)
+
+
+def test_a_checkpoint_with_stacked_layers_and_experts_is_read(sources, tmp_path):
+    cases = [(sources[name], tmp_path / name) for name in ("tied", "numbered", "deepseek_v3")]
+    run_ranks(1, saved_stacked, cases)
+    assert StoredWeights(tmp_path / "tied").shapes["decoder.layers.self_attention.linear_proj.weight"] == (4, 64, 128)
+    experts = "decoder.layers.2.mlp.experts.experts.linear_fc1.weight"
+    assert StoredWeights(tmp_path / "numbered").shapes[experts] == (8, 64, 64)
+    for folder, checkpoint in cases:
+        megatron_to_hf(checkpoint, tmp_path / f"{checkpoint.name}-hf", hf_source=folder)
+        assert_equal_folders(folder, tmp_path / f"{checkpoint.name}-hf")

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from megatron_sao.observe.progress import Progress
+from megatron_sao.observe.progress import BytesProgress, Progress
 
 
 def lines(act) -> list[str]:
@@ -37,3 +37,21 @@ def test_a_terminal_gets_bars():
         progress.update("train", 1, 3, {"pass": 0.5})
         progress.update("train", 3, 3, {"pass": 0.75})
     assert "3/3" in file.getvalue() and "pass 0.75" in file.getvalue()
+
+
+def test_bytes_have_a_bar_with_the_time_left_or_lines(monkeypatch):
+    monkeypatch.setattr("megatron_sao.observe.progress.LINE_EVERY_S", 0.0)
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        with BytesProgress("convert", console) as progress:
+            progress.update(0, 4_000_000_000)
+            progress.update(1_000_000_000, 4_000_000_000)
+            progress.update(4_000_000_000, 4_000_000_000)
+        said = console.file.getvalue()
+        assert "convert" in said
+        if is_terminal:
+            assert "4.0/4.0 GB" in said and "0:00:00" in said
+        else:
+            lines = said.splitlines()
+            assert len(lines) == 2 and lines[0].startswith("convert 1.00/4.00 GB, about ")
+            assert lines[1] == "convert 4.00/4.00 GB, about 0 s left"
