@@ -31,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.worker.gpu_worker import Worker
 
 from megatron_sao.errors import CheckpointError, ProtocolError
 from megatron_sao.transport.disk import make_receiver
@@ -70,6 +71,22 @@ def _let_the_last_worker_report() -> None:
         handle(self, None if isinstance(output, Exception) and self._is_weight_call and not is_last else output)
 
     WorkerProc._execute_worker_rpc, WorkerProc.handle_output = execute_worker_rpc, handle_output
+
+
+def _let_an_update_start_again() -> None:
+    """In a worker process: an update that was started and never ended does not stand in the way of the next one.
+
+    Symptom without it: where one engine of several fails to start, or the trainer dies before the end of a push, the
+    others refuse every later start until they are restarted (vLLM 0.32, gpu_worker.py). `start_weight_update` below
+    brings the modules of the abandoned update back. Can go when vLLM lets an update be abandoned.
+    """
+    start = Worker._start_weight_update
+
+    def start_again(self: Worker, *arguments: Any, **options: Any) -> None:
+        self._weight_update_active = False
+        start(self, *arguments, **options)
+
+    Worker._start_weight_update = start_again
 
 
 def register() -> None:
@@ -353,4 +370,5 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
 
 
 _let_the_last_worker_report()
+_let_an_update_start_again()
 register()

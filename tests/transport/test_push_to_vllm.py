@@ -402,6 +402,24 @@ def test_finish_without_a_push_publishes_nothing(setup):  # WSY-09
     assert run(scenario, setup) == (version, setup.fresh)
 
 
+@pytest.mark.parametrize("has_arrived", [False, True], ids=["started", "received"])
+def test_an_update_that_nobody_ends_does_not_stand_in_the_way_of_the_next(setup, has_arrived):
+    """Another engine failed to start, or the trainer died between its last byte and the publication."""
+    abandoned, version = setup.next_version(), setup.next_version()
+
+    async def scenario(client):
+        await client.start_weight_update()
+        if has_arrived:
+            sending = asyncio.create_task(setup.trainers.tell_all("push", setup.file("B"), abandoned, None))
+            await client.update_weights({"policy_version": abandoned, "plan_hash": setup.plan.hash})
+            await sending
+        assert await client.weight_version() == abandoned - 1
+        answers = await setup.push(client, "A", version)
+        return answers, await client.weight_version(), await greedy(client)
+
+    assert run(scenario, setup) == (["sent", "sent"], version, setup.fresh)
+
+
 def test_a_version_that_falls_is_refused(setup):  # WSY-10
     async def scenario(client):
         with pytest.raises(EngineError, match="policy_version must not fall"):
