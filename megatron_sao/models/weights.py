@@ -100,8 +100,8 @@ def _is_value_head(tensor: LocalTensor, chunks: list[MegatronModule]) -> bool:
 def assign_owners(holders: list[list[WeightSlice]]) -> list[list[WeightSlice]]:
     """One owner for every slice: pure, from what each rank holds to what each rank gives.
 
-    Slices with one holder first; then shared ones, cut to pieces of at most SHARED_PIECE_BYTES and largest first, to the
-    holder with the fewest bytes so far.
+    Slices with one holder first; then shared ones, cut to pieces of at most SHARED_PIECE_BYTES and largest first, to
+    the holder with the fewest bytes so far.
     """
     by_range: dict[tuple, list[tuple[int, WeightSlice]]] = {}
     for rank, pieces in enumerate(holders):
@@ -139,7 +139,12 @@ def _small_pieces(piece: WeightSlice) -> list[WeightSlice]:
         return [piece]
     step = max(1, SHARED_PIECE_BYTES * piece.length // size)
     return [
-        replace(piece, start=piece.start + low, length=min(step, piece.length - low), source_start=piece.source_start + low)
+        replace(
+            piece,
+            start=piece.start + low,
+            length=min(step, piece.length - low),
+            source_start=piece.source_start + low,
+        )
         for low in range(0, piece.length, step)
     ]
 

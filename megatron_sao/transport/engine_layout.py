@@ -1,10 +1,10 @@
 """Which part of each HF tensor a worker of an engine loads: a small table of name patterns, one row per role.
 
-Owns: `EngineLayout`, `Parts`, `parts_of`. Every engine of a run has the same layout, so a worker is known by its *kind*:
-its number within its engine, which is its tensor-parallel rank. Invariants:
-- a tensor that no row of the table fits, or whose rows do not divide, is loaded whole by every kind: right, only slower;
-- a row that claims too little cannot stay unseen: the receiver poisons what a worker did not get, and the plugin refuses
-  a module that holds poison after loading.
+Owns: `EngineLayout`, `Parts`, `parts_of`. Every engine of a run has the same layout, so a worker is known by its
+*kind*: its number within its engine, which is its tensor-parallel rank. Invariants:
+- a tensor that no row of the table fits, or whose rows do not divide, is loaded whole by every kind: right, but slower;
+- a row that claims too little cannot stay unseen: the receiver poisons what a worker did not get, and the plugin
+  refuses a module that holds poison after loading.
 No torch: the planner of a large run imports this.
 Source: the parallel layers and expert placement of vLLM 0.32 (linear.py, vocab_parallel_embedding.py,
 expert_map_manager.py).
@@ -42,7 +42,8 @@ _SHARED_EXPERT = re.compile(_LAYER + r"mlp\.shared_experts?\.")
 _VOCABULARY = re.compile(r"(?:model\.)?embed_tokens\.weight|lm_head\.weight")
 _KV = re.compile(_LAYER + r"self_attn\.[kv]_proj\.(?:weight|bias)")
 _COLUMN = re.compile(
-    _LAYER + r"(?:self_attn\.(?:q|q_b|kv_b)_proj|mlp\.(?:experts\.\d+\.|shared_experts\.)?(?:gate|up)_proj)\.(?:weight|bias)"
+    _LAYER + r"(?:self_attn\.(?:q|q_b|kv_b)_proj|mlp\.(?:experts\.\d+\.|shared_experts\.)?(?:gate|up)_proj)"
+    r"\.(?:weight|bias)"
 )
 _ROW = re.compile(_LAYER + r"(?:self_attn\.o_proj|mlp\.(?:experts\.\d+\.|shared_experts\.)?down_proj)\.weight")
 
@@ -102,5 +103,6 @@ def _owned(expert: int, layout: EngineLayout) -> Parts | None:
     share, more = divmod(layout.num_experts, layout.num_workers)
     if not share or expert >= layout.num_experts:
         return None
-    starts = [kind * share + min(kind, more) for kind in range(layout.num_workers + 1)]  # the first `more` own one more
-    return Parts(WHOLE, tuple((0, int(starts[kind] <= expert < starts[kind + 1])) for kind in range(layout.num_workers)))
+    kinds = range(layout.num_workers)
+    starts = [kind * share + min(kind, more) for kind in [*kinds, layout.num_workers]]  # the first `more` own one more
+    return Parts(WHOLE, tuple((0, int(starts[kind] <= expert < starts[kind + 1])) for kind in kinds))

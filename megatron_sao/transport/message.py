@@ -61,8 +61,9 @@ def content_checksum(content: torch.Tensor) -> int:
     """64 bits of a byte tensor that depend on every 8-byte word and on its place.
 
     The words are laid out in rows; the checksum is a hash of the sums of all columns and all rows (modulo 2^64). A word
-    that changes alone changes its column's sum; of two unequal words that change places, each leaves its row or its column.
-    The sums are all that touches every byte, at the speed of memory, and they are exact, so a GPU finds the same.
+    that changes alone changes its column's sum; of two unequal words that change places, each leaves its row or its
+    column. The sums are all that touches every byte, at the speed of memory, and they are exact, so a GPU finds the
+    same.
 
     Args:
         content: [n] uint8, n a multiple of 8, aligned as int64.

@@ -4,16 +4,16 @@ Owns: `TensorAssembler`, `WeightReceiver`. Invariants:
 - a tensor is handed on once, when its last slice has arrived, and never before;
 - an unexpected name, a slice that arrives twice or a shape that differs is an error; so is a tensor that is still
   incomplete at the end;
-- rows that this kind of worker does not get are NaN in the tensor that is handed on, never zeros or old memory, so that a
-  loader that takes them cannot go unseen;
+- rows that this kind of worker does not get are NaN in the tensor that is handed on, never zeros or old memory, so that
+  a loader that takes them cannot go unseen;
 - when loading fails in the middle, the remaining buckets are still received (and dropped), so that nobody hangs and the
   group stays in step; then every rank of the group hears of the failure;
 - memory: two buffers of the largest bucket; beside them whole tensors that wait for slices (of one bucket's layers) and
   what the load function keeps.
 
 No deadlock: every process waits for its messages in the order of the plan, first the message of a bucket, then its
-relay; so the first one that is not over always has all its parties there. That a worker opens its next message before it
-passes on the last one changes nothing, since to open one waits for nobody (see `sender.connect`).
+relay; so the first one that is not over always has all its parties there. That a worker opens its next message before
+it passes on the last one changes nothing, since to open one waits for nobody (see `sender.connect`).
 Imports torch, neither vLLM nor Megatron.
 """
 
@@ -216,7 +216,7 @@ class WeightReceiver:
 
     def _next(self, filled: queue.Queue) -> tuple[MessageBuffer, float] | Exception:
         try:
-            return filled.get(timeout=self._group.remaining_s() + 5)  # the transfer thread gives up first, with a reason
+            return filled.get(timeout=self._group.remaining_s() + 5)  # the other thread gives up first, with a reason
         except queue.Empty:
             self._group.close()
             return ProtocolError("the transfer thread of the push does not answer")
@@ -253,8 +253,8 @@ class WeightReceiver:
             return free.get(timeout=self._group.remaining_s())
         except queue.Empty:
             self._group.close()  # peers wait for what this worker should pass on
-            raise ProtocolError(f"loading took longer than push.timeout_s = {self._group.timeout_s:g} for the whole push; "
-                                "raise it, or give the engine more threads") from None
+            raise ProtocolError(f"loading took longer than push.timeout_s = {self._group.timeout_s:g} for the whole "
+                                "push; raise it, or give the engine more threads") from None
 
 
 def _arrivals(group: WeightGroup, plan: PushPlan, worker: int, num_engines: int) -> list[Arrival]:

@@ -2,7 +2,7 @@
 
 Owns: `WeightSender`. Invariants:
 - nothing is sent before every rank of the group has all its slices and agrees on version and plan;
-- a bucket goes once, to one worker, which passes it on to its peers in the other engines; no rank sees another's slices;
+- a bucket goes once, to one worker, which passes it on to its peers in the other engines; no rank gets another's;
 - memory: two buffers of the largest bucket, whatever the size of the model: one is filled while the other is sent.
 Takes tensors by item, never a model. Imports torch only.
 """
@@ -159,8 +159,8 @@ class WeightSender:
 def connect(group: WeightGroup, operation: Callable[[torch.Tensor, int, int], Transfer], peer: int) -> None:
     """Exchange one byte with a peer before the first bucket, on both sides in the order of the plan.
 
-    NCCL connects two ranks at their first message, and then whoever begins waits for the other one; a worker that opens a
-    message early would wait while others wait for it. After this, to begin a message waits for nobody.
+    NCCL connects two ranks at their first message, and then whoever begins waits for the other one; a worker that opens
+    a message early would wait while others wait for it. After this, to begin a message waits for nobody.
 
     Args: operation: `send` or `receive` of the group.
     """

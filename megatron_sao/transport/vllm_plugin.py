@@ -55,10 +55,10 @@ WEIGHT_CALLS = (
 def _let_the_last_worker_report() -> None:
     """In a worker process: answer a failed weight call as if nothing was wrong, except on the last worker.
 
-    Symptom without it: the executor of several workers (vLLM 0.32, multiproc_executor.py) reads the answers in the order
-    of the workers and stops at the first failure. The other answers stay in their queues and are taken for those of the
-    next calls, so that a worker that fails then is believed to have succeeded, and the next good call fails. Can go when
-    the executor reads all answers.
+    Symptom without it: the executor of several workers (vLLM 0.32, multiproc_executor.py) reads the answers in the
+    order of the workers and stops at the first failure. The other answers stay in their queues and are taken for those
+    of the next calls, so that a worker that fails then is believed to have succeeded, and the next good call fails. Can
+    go when the executor reads all answers.
     """
     execute, handle = WorkerProc._execute_worker_rpc, WorkerProc.handle_output
 
@@ -234,8 +234,8 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
         poisoned = self._update.poisoned + self._poisoned_without_method()
         if poisoned:
             raise ProtocolError(
-                f"{len(poisoned)} modules of worker {self._receiver.kind} hold NaN: they took rows that "
-                "transport/engine_layout.py does not send to this worker, or that vLLM does not load as the table says:\n"
+                f"{len(poisoned)} modules of worker {self._receiver.kind} hold NaN: vLLM loaded rows that the table in "
+                "transport/engine_layout.py does not send to this worker:\n"
                 f"{first_lines(poisoned)}"
             )
 
@@ -316,7 +316,8 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
             faults.append(f"this engine has {config.tensor_parallel_size} workers, the plan {layout.num_workers} "
                           "(engine.tensor_parallel)")
         if layout.num_workers > 1 and bool(config.enable_expert_parallel) != layout.expert_parallel:
-            faults.append(f"expert parallelism is {config.enable_expert_parallel} here, {layout.expert_parallel} in the plan")
+            faults.append(f"expert parallelism is {config.enable_expert_parallel} here, {layout.expert_parallel} in "
+                          "the plan")
         if faults:
             raise ProtocolError("the push plan does not fit the layout of this engine: " + "; ".join(faults))
 

@@ -4,7 +4,7 @@
 
 One run measures, in turn, so that other work on the machine hits all alike:
 - raw: the same bytes in the same buckets as bare gloo broadcasts from their owners between the same three processes;
-- transfer: a push into the engine's receiver that loads nothing: seconds until the last byte has arrived and was checked;
+- transfer: a push into the engine's receiver that loads nothing: seconds until the last byte has arrived;
 - push: the whole thing into vLLM; `load` is what the engine spends in putting tensors together and loading them.
 transfer_ratio = transfer / raw, total_ratio = push / max(transfer, load): 1 = the shorter one is hidden completely.
 bytes_ratio = bytes that the trainer ranks sent (trailers included) / bytes of the tensors. pause = from the moment the
@@ -70,7 +70,9 @@ def raw_broadcast_s(group: WeightGroup, plan: PushPlan, buffer: torch.Tensor) ->
     return seconds
 
 
-def trainer(rank: int, group: WeightGroup, raw: WeightGroup, plan: PushPlan, file: Path, repeats: int) -> tuple[int, float]:
+def trainer(
+    rank: int, group: WeightGroup, raw: WeightGroup, plan: PushPlan, file: Path, repeats: int
+) -> tuple[int, float]:
     """Returns: bytes sent in one push, seconds that filling the first buffers takes before the pause."""
     with safe_open(file, "pt") as opened:
         weights = {name: opened.get_tensor(name) for name in opened.keys()}
@@ -164,7 +166,8 @@ def main() -> None:
     print(
         f"BENCH push transfer_ratio={seconds['transfer'] / seconds['raw']:.3f}"
         f" total_ratio={seconds['push'] / max(seconds['transfer'], seconds['load']):.3f}"
-        f" bytes_ratio={sum(sent_bytes) / needed:.4f} most_loaded={max(sent_bytes) * NUM_TRAINERS / sum(sent_bytes):.3f}"
+        f" bytes_ratio={sum(sent_bytes) / needed:.4f}"
+        f" most_loaded={max(sent_bytes) * NUM_TRAINERS / sum(sent_bytes):.3f}"
         f" model_mb={needed / 1e6:.0f} buckets={len(plan.buckets)}"
         + "".join(f" {name}_s={value:.3f}" for name, value in seconds.items())
         + f" prepare_s={max(s for _, s in sent):.3f}"
