@@ -19,7 +19,7 @@ from megatron_sao.transport.channel import SchedulerChannel, TrainerChannel, tcp
 from tests.schedule.support import make_trajectory
 
 ROOT = Path(__file__).parents[2]
-HELLO = Hello(policy_version=0, num_trainer_ranks=1, master_address="h", master_port=1, plan=b"", plan_hash="")
+HELLO = Hello(policy_version=0, num_trainer_ranks=1, plan=b"", plan_hash="")
 NEED = NeedBatch(step=3, phase="train", num_trajectories=1, policy_version=0)
 
 # Faster heartbeats in both processes: what takes ten seconds in a run takes two here.
@@ -29,11 +29,11 @@ TRAINER = FAST + """
 import sys, time
 from megatron_sao.records import Hello
 channel = c.TrainerChannel(sys.argv[1], timeout_s=20)
-channel.request(Hello(policy_version=0, num_trainer_ranks=1, master_address="h", master_port=1, plan=b"", plan_hash=""))
+channel.request(Hello(policy_version=0, num_trainer_ranks=1, plan=b"", plan_hash=""))
 end = time.monotonic() + float(sys.argv[2])
 while time.monotonic() < end:
     pass  # holds the interpreter, as a computation would
-channel.request(Hello(policy_version=1, num_trainer_ranks=1, master_address="h", master_port=1, plan=b"", plan_hash=""))
+channel.request(Hello(policy_version=1, num_trainer_ranks=1, plan=b"", plan_hash=""))
 """
 
 SCHEDULER = FAST + """
