@@ -103,7 +103,7 @@ def _patch_torch_cuda() -> None:
     cuda.synchronize = lambda *args: None
     cuda.current_device = lambda: _CPU
     cuda.device_count = lambda: 1
-    # Importing vLLM makes torch count devices to answer this (PYTORCH_NVML_BASED_CUDA_CHECK), and the one above would do.
+    # vLLM makes torch count devices to answer this (PYTORCH_NVML_BASED_CUDA_CHECK), and the one above would do.
     cuda.is_available = lambda: False
     cuda.set_device = lambda device: None
     # RNG: without these two, torch queues manual_seed until CUDA starts (never), and all of Megatron's RNG tracker

@@ -23,6 +23,7 @@ from typing import Any
 from megatron_sao.errors import EngineError, ProtocolError, SaoError
 from megatron_sao.rollout.engine_client import EngineClient, RequestRefused, Sample
 
+MAX_FAILURES = 5  # of one request, each on an engine that was then taken out
 PROBE_TIMEOUT_S = 5.0  # for an engine that is out: mostly nobody is there
 PROBE_INTERVAL_S = 1.0  # between two looks when no engine answers
 
@@ -94,8 +95,10 @@ class EnginePool:
 
         Raises:
             RequestRefused: the request is at fault, not an engine.
-            EngineError: no engine served for `wait_timeout_s`.
+            EngineError: no engine served for `wait_timeout_s`, or `MAX_FAILURES` engines failed at this one request:
+                then it is the request that takes engines out.
         """
+        num_failures = 0
         while True:
             slot = await self._free_slot()
             version = slot.version
@@ -120,6 +123,12 @@ class EnginePool:
             self.num_reissued += 1
             if fault and not slot.fenced_because:
                 await self._take_out(slot, fault)
+            num_failures += bool(fault)
+            if num_failures == MAX_FAILURES:
+                raise EngineError(
+                    f"{num_failures} engines failed one after the other at the same request of {len(token_ids)} tokens;"
+                    f" the last said: {fault} (a generation may take engine.request_timeout_s)"
+                )
 
     async def _free_slot(self) -> _Slot:
         async with self._changed:

@@ -227,6 +227,26 @@ def test_a_request_whose_engine_fails_is_asked_of_another():
     asyncio.run(run())
 
 
+def test_a_request_at_which_every_engine_fails_ends_and_does_not_go_round_for_ever():
+    async def run():
+        pool, engines = await make_pool(wait_timeout_s=5.0)
+        for engine in engines:
+            engine.fail_at = "generate"
+
+        async def come_back():  # as engines do that answer: the next survey takes them in again
+            while True:
+                await pool.survey(0)
+                await asyncio.sleep(0.001)
+
+        returning = asyncio.create_task(come_back())
+        with pytest.raises(EngineError, match="5 engines failed .* at the same request of 1 tokens.*fails at generate"):
+            await pool.generate([1])
+        returning.cancel()
+        assert sum(engine.calls.count("generate") for engine in engines) == 5 and pool.num_running == 0
+
+    asyncio.run(run())
+
+
 def test_what_runs_on_an_engine_that_is_taken_out_goes_elsewhere_and_a_caller_that_gives_up_is_heard():
     async def run():
         pool, engines = await make_pool(number=2)
