@@ -121,7 +121,9 @@ class GroupOpen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PushSent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All buckets are out. Answer: PushDone after every engine verified, published and resumed; or PushFailed."""
+    """All buckets are out. Answer, after every engine of the group verified, published and resumed: PushDone, or Ack
+    when others still lack the version (PushRequest comes next); or PushFailed.
+    """
 
     policy_version: int
     fault: str = ""  # not empty = sending failed on some rank, all ranks have left the group
@@ -208,7 +210,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to GroupOpen, StepReport and Goodbye: heard, done."""
+    """Answer to GroupOpen, PushSent, StepReport and Goodbye: heard, done."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -38,6 +38,7 @@ class _Slot:
     version: int = -1  # what it published last, as far as is known
     num_workers: int = 0
     is_joined: bool = False  # in the weight group, as far as is known
+    num_failures_alone: int = 0  # pushes to this engine alone that failed, since it last served
     is_updated: bool = False  # all weights of the current update have arrived
     requests: set[asyncio.Future] = field(default_factory=set)  # with the engine now
 
@@ -211,7 +212,7 @@ class EnginePool:
     async def _admit(self, slots: Sequence[_Slot], policy_version: int) -> None:
         async with self._changed:
             for slot in slots:
-                slot.fenced_because, slot.version = "", policy_version
+                slot.fenced_because, slot.version, slot.num_failures_alone = "", policy_version, 0
             self._changed.notify_all()
 
     async def _take_out(self, slot: _Slot, reason: str) -> None:
@@ -238,6 +239,15 @@ class EnginePool:
     def present(self) -> list[EngineClient]:
         """Engines that answered the last survey."""
         return [slot.engine for slot in self._slots if slot.answers]
+
+    def failures_alone(self, engine: EngineClient) -> int:
+        """How often a push to this engine alone has failed since it last served."""
+        return next(slot.num_failures_alone for slot in self._slots if slot.engine is engine)
+
+    def note_failure_alone(self, engine: EngineClient) -> None:
+        """Effect: counts one more."""
+        for slot in self._slots:
+            slot.num_failures_alone += slot.engine is engine
 
     def newest_version(self) -> tuple[int, str]:
         """The highest version that an engine reported in the last survey, and the url of that engine."""

@@ -9,7 +9,8 @@ The trainer asks for a version again and again until it is told that it is done;
     GroupOpen(address) ------------>  these engines join              Ack, or PushFailed
     PushRequest(v, has_group) ------> pauses them, starts an update   PushGo
     (sends all buckets)
-    PushSent(v, fault) ------------>  verifies, publishes, resumes    PushDone, or PushFailed
+    PushSent(v, fault) ------------>  verifies, publishes, resumes    PushDone, or PushFailed, or
+    ... after Ack it goes on with the other engines,                  Ack: others still lack v
     ... after PushFailed the trainer leaves the group and begins again ...
     PushRequest(v, has_group) ------> no engine that answers lacks v  PushDone
 
@@ -22,8 +23,8 @@ Invariants:
 - running requests of an engine that answers are kept, never aborted: they wait and go on under the new weights;
 - the version is published last, after every engine of the group received every tensor, and is read back;
 - engines are resumed whatever happened, except where weights are half-updated;
-- no step waits without a bound, and a push that fails `attempts` times ends the run, or goes on without the engines
-  that it did not reach if others serve the new version.
+- no step waits without a bound; when attempts with several engines fail again and again they are tried one by one, the
+  run goes on without those that fail alone, and ends when none can be brought to the version.
 """
 
 import asyncio
@@ -36,6 +37,7 @@ from megatron_sao.records import Ack, FormGroup, GroupOpen, PushDone, PushFailed
 from megatron_sao.rollout.engine_client import EngineClient
 from megatron_sao.rollout.engine_pool import EnginePool
 
+MAX_FAILURES_TOGETHER = 2
 CAUSE_WAIT_S = 2.0  # for the engines' side of a push that the trainer could not send
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class Push:
             num_trainer_ranks: they come first in the weight group.
             join_info: what an engine must know to join, besides where and as which rank.
             timeout_s: how long engines may take to load after the last bucket was sent.
-            attempts: weight groups that are formed for this push before it is given up.
+            attempts: weight groups that may be formed for this push, and one more for each engine.
         """
         self._engines = engines
         self.policy_version = policy_version
@@ -73,7 +75,9 @@ class Push:
         self._attempts = attempts
         self._num_groups = 0
         self._num_failures = 0
-        self._asked: list[EngineClient] = []  # to form the next weight group, and then its members
+        self._num_failures_together = 0  # of attempts with several engines
+        self._asked: list[EngineClient] = []  # to form a weight group
+        self._tried: list[EngineClient] = []  # whom the present attempt is for
         self._loading: asyncio.Task[None] | None = None
         self._fault = ""  # of the last attempt
         self._stopped_s: float | None = None  # when engines were first paused
@@ -96,15 +100,16 @@ class Push:
             lacking = self._engines.lacking(self.policy_version)
             if not lacking and has_group:
                 return self._done()
-            wanted = lacking or self._engines.present
+            wanted = self._next_group(lacking) or self._engines.present
             if not has_group or not self._engines.is_group(wanted):
-                if self._num_groups < self._attempts:
+                if self._num_groups < self._attempts + len(self._engines.engines):
                     return self._ask_for_group(wanted, is_push_due=bool(lacking))
                 if not self._engines.serves(self.policy_version):
                     raise EngineError(f"version {self.policy_version} could not be pushed with push.attempts = "
                                       f"{self._attempts}; the last attempt ended with: {self._fault}")
                 await self._engines.give_up_on(lacking)
                 return self._done()
+            self._tried = wanted
             try:
                 await self._open()
                 return PushGo(policy_version=self.policy_version)
@@ -125,7 +130,7 @@ class Push:
             return await self._fail(error)
         return Ack()
 
-    async def close(self, sent: PushSent) -> PushDone | PushFailed:
+    async def close(self, sent: PushSent) -> PushDone | Ack | PushFailed:
         """Answer to PushSent: wait until everything is loaded, publish the version, let requests go on.
 
         Raises: ProtocolError when no engine was receiving.
@@ -146,7 +151,7 @@ class Push:
                                                 f"push.timeout_s = {self._timeout_s:g} after it was sent"))
         except SaoError as error:
             return await self._fail(error)
-        return self._done()
+        return Ack() if self._engines.lacking(self.policy_version) else self._done()
 
     async def abandon(self) -> None:
         """The run ends in the middle of this push. Effect: what is whole goes on."""
@@ -155,6 +160,17 @@ class Push:
             await self._resume()
         except SaoError:
             log.exception("engines could not be resumed")
+
+    def _next_group(self, lacking: list[EngineClient]) -> list[EngineClient]:
+        """Whom the next attempt is for: all, but one at a time when together they fail, or where one has failed alone.
+
+        A fault of one engine that answers (too slow, weights that it cannot load) is seen by all members of the group.
+        """
+        failures = self._engines.failures_alone
+        sound = [engine for engine in lacking if not failures(engine)]
+        if sound and self._num_failures_together < MAX_FAILURES_TOGETHER:
+            return sound
+        return sorted(lacking, key=failures)[:1]
 
     def _check_versions(self) -> None:
         newest, url = self._engines.newest_version()
@@ -167,7 +183,7 @@ class Push:
     def _ask_for_group(self, engines: list[EngineClient], is_push_due: bool) -> FormGroup:
         self._num_groups += 1
         self._engines.leave()
-        self._asked = engines
+        self._asked = self._tried = engines
         num_workers = self._engines.num_workers(engines)
         return FormGroup(num_engines=len(engines), num_workers=num_workers, is_push_due=is_push_due)
 
@@ -192,6 +208,12 @@ class Push:
         except SaoError as another:
             log.warning("after it: %s", another)
         self._engines.leave()
+        if len(self._tried) > 1:
+            self._num_failures_together += 1
+        else:
+            self._engines.note_failure_alone(self._tried[0])
+            if self._engines.serves(self.policy_version):
+                await self._engines.give_up_on(self._tried)
         return PushFailed(reason=self._fault)
 
     async def _cause(self, fault: str) -> str:

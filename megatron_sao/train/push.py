@@ -198,7 +198,7 @@ class Pusher:
                 self._sender = make_sender(self._group, self._plan)
         return answer
 
-    def _send(self, policy_version: int) -> PushDone | PushFailed:
+    def _send(self, policy_version: int) -> PushDone | Ack | PushFailed:
         """Send all buckets and hear what the engines say."""
         fault = ""
         self._wake()
@@ -208,7 +208,7 @@ class Pusher:
             fault = str(error)
             self._leave_group()  # wakes those that still wait for this rank
         fault = self._link.first(fault)
-        return self._ask(PushSent(policy_version=policy_version, fault=fault), PushDone | PushFailed)
+        return self._ask(PushSent(policy_version=policy_version, fault=fault), PushDone | Ack | PushFailed)
 
     def _leave_group(self) -> None:
         """Effect: whoever still waits in the group, or to join it, gets an error soon."""

@@ -219,7 +219,7 @@ def push(channel: TrainerChannel, version: int, has_group: bool = True) -> PushD
             answer = channel.request(PushSent(policy_version=version))
         if isinstance(answer, PushDone):
             return answer
-        has_group = False
+        has_group = not isinstance(answer, PushFailed)
 
 
 def report(channel: TrainerChannel, step: int, version: int, *, phase: str = "train", is_trained: bool = True):

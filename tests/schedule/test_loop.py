@@ -404,30 +404,46 @@ def test_a_push_that_always_fails_ends_the_run_with_its_reason(tmp_path):
     def trainer(channel, engines):
         hello(channel)
         take(channel, 0, 0)
-        engines[1].faults["update"] = "refuse"
+        for engine in engines:
+            engine.faults["update"] = "refuse"
         push(channel, 1)
 
     out = play_together(tmp_path, trainer, engines=[{}, {}])
     fails_with(out, "update failed inside")
     assert "push.attempts = 3" in str(out.trainer_error)
-    assert not any("finish" in engine.calls for engine in out.engines)
-    assert "resume" not in out.engines[0].calls, "its weights may be half-updated: it must not serve"
+    for engine in out.engines:
+        assert not {"finish", "resume"} & set(engine.calls), "its weights may be half-updated: it must not serve"
     assert out.summary["policy_version"] == 0
 
 
-def test_a_run_goes_on_without_an_engine_that_never_publishes(tmp_path):
+@pytest.mark.parametrize("step", ["init", "start", "update", "finish"])
+@pytest.mark.parametrize("fault", ["refuse", "hang"])
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_an_engine_that_answers_but_takes_no_push_is_found_out_and_left_out(tmp_path, step, fault, faulty):
     def trainer(channel, engines):
         hello(channel)
         take(channel, 0, 0)
-        engines[1].faults["finish"] = "refuse"
+        if step == "init":
+            engines[faulty].kill()
+            wait_for(lambda: not engines[faulty].is_joined)
+            engines[faulty].revive()
+        engines[faulty].faults[step] = fault
         push(channel, 1)
         report(channel, 0, 1)
+        take(channel, 1, 1)  # by the other one alone
+        push(channel, 2)  # the sound one is not held up any more
+        report(channel, 1, 2)
+        del engines[faulty].faults[step]
+        take(channel, 2, 2)
+        push(channel, 3)
+        report(channel, 2, 3)
         finish(channel)
 
-    out = play_together(tmp_path, trainer, engines=[{}, {}])
-    assert (out.trainer_error, out.scheduler_error) == (None, None)
-    assert [engine.version for engine in out.engines] == ["1", "default"]
-    assert "resume" not in out.engines[1].calls
+    out = play_together(tmp_path, trainer, engines=[{}, {}], push_timeout_s=0.5)
+    survived(out, 3)
+    sound, broken = out.engines[1 - faulty], out.engines[faulty]
+    assert sound.calls.count("pause") <= 5  # two attempts together, one alone; then one for each push
+    assert broken.calls.count("resume") == 1, "it served before a whole push had reached it"
 
 
 def test_engines_that_a_dead_trainer_left_in_the_middle_serve_only_after_a_whole_push(tmp_path):
