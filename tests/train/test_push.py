@@ -38,6 +38,7 @@ class World:
     def __init__(self, answers, faults):
         self.answers, self.faults, self.events = list(answers), list(faults), []
         self.num_groups = 0
+        self.num_prepared = 0  # neither sent nor discarded: files of it would stay on a shared disk
 
     def request(self, message, expected, timeout_s=None):
         match message:
@@ -69,13 +70,20 @@ class World:
         return SimpleNamespace(fault=fault, close=lambda: self.events.append(f"leave {number}"))
 
     def make_sender(self, group, plan):
+        def prepare(view_of, version):
+            self.events.append("prepare")
+            self.num_prepared = 1
+
+        def discard():
+            self.num_prepared = 0
+
         def send(view_of, version):
             self.events.append("send")
             if group.fault:
                 raise ProtocolError(group.fault)
             return PushStatistics(0.5, 0.5, 100, 100, 1)
 
-        return SimpleNamespace(prepare=lambda view_of, version: self.events.append("prepare"), send=send)
+        return SimpleNamespace(prepare=prepare, send=send, discard=discard)
 
 
 def play(answers, faults):
@@ -91,7 +99,7 @@ def play(answers, faults):
     pusher.connect(0)
     world.events.append("--")
     metrics = pusher.push(1)
-    assert not world.answers
+    assert not world.answers and not world.num_prepared
     return world.events, metrics
 
 
