@@ -19,6 +19,10 @@ PRETRAIN = "value_pretrain"  # one batch, many value updates, each with a StepRe
 WARMUP = "value_warmup"  # steps of the value model alone: the policy and its version stay
 TRAIN = "train"  # steps of both models; the one phase that moves the version
 
+# How a run ends well.
+FINISHED = "finished"
+STOPPED = "stopped"  # before its end, with a checkpoint
+
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One issued task. The same row of a data set issued in two epochs makes two prompts."""
@@ -145,10 +149,17 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     metrics: dict[str, float]
 
 
+class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write what a restart needs of the scheduler, as of now, into `folder`. Answer: Ack once its files are on disk."""
+
+    step: int  # after which the checkpoint is taken
+    folder: str  # exists; the scheduler's own part of a checkpoint
+
+
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The run is over (or failed, with the reason). Answer: Ack; the scheduler then writes its summary and ends."""
 
-    reason: str  # "finished" or the error
+    reason: str  # FINISHED, STOPPED (saved before its end), or the error
     result: dict[str, float] = {}
 
 
@@ -200,6 +211,12 @@ class PushWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to NeedBatch and EvalRequest: no engine serves, but one waits for weights. Push, then ask again."""
 
 
+class StopWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to NeedBatch and EvalRequest: the run shall end here. Save, and say Goodbye(STOPPED)."""
+
+    reason: str  # who wants it: "SIGTERM", "the file stop"
+
+
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to EvalRequest."""
 
@@ -219,9 +236,9 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-TrainerMessage = Hello | NeedBatch | PushRequest | GroupOpen | PushSent | EvalRequest | StepReport | Goodbye
+TrainerMessage = Hello | NeedBatch | PushRequest | GroupOpen | PushSent | EvalRequest | StepReport | SaveState | Goodbye
 SchedulerMessage = (
-    Welcome | Batch | FormGroup | PushGo | PushFailed | PushDone | PushWanted | EvalResult | Ack | Abort
+    Welcome | Batch | FormGroup | PushGo | PushFailed | PushDone | PushWanted | StopWanted | EvalResult | Ack | Abort
 )
 
 

@@ -1,6 +1,7 @@
 """The whole configuration: one field per section."""
 
 from megatron_sao.config.algo import Algo
+from megatron_sao.config.checkpoint import Checkpoint
 from megatron_sao.config.engine import Engine
 from megatron_sao.config.model import Model
 from megatron_sao.config.parallel import Parallel
@@ -30,3 +31,4 @@ class Config(Section):
     value: Value = Value()
     schedule: Schedule = Schedule()
     push: Push = Push()
+    checkpoint: Checkpoint = Checkpoint()

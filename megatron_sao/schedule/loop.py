@@ -22,7 +22,9 @@ from typing import Any, Protocol
 
 from megatron_sao.errors import DataError, ProtocolError, SaoError
 from megatron_sao.records import (
+    FINISHED,
     PRETRAIN,
+    STOPPED,
     TRAIN,
     Abort,
     Ack,
@@ -58,9 +60,6 @@ from megatron_sao.schedule.statistics import batch_metrics, pass_rate
 from megatron_sao.transport.channel import SchedulerChannel
 
 log = logging.getLogger(__name__)
-
-GOODBYE_REASON = "finished"  # anything else is an error of the trainer
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
@@ -211,7 +210,7 @@ class Scheduler:
                 await self._unless_failed(self._write_down(message, batch))
             if isinstance(message, Goodbye):
                 self._totals.result = message.result
-                if message.reason != GOODBYE_REASON:
+                if message.reason not in (FINISHED, STOPPED):
                     raise ProtocolError(f"the trainer ended with: {message.reason}")
                 return
 

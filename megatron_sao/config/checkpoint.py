@@ -1,0 +1,18 @@
+"""[checkpoint]: when a run writes down everything it needs to go on later."""
+
+from pydantic import Field
+
+from megatron_sao.config.section import Section
+
+
+class Checkpoint(Section):
+    every_steps: int = Field(20, ge=0, description="save after every so many steps; 0 = only when the run is stopped")
+    keep_last: int = Field(2, ge=1, description="newest checkpoints that are kept")
+    keep_every: int = Field(0, ge=0, description="also keep those whose step is a multiple of this; 0 = none")
+    keep_best: int = Field(0, ge=0, description="also keep so many with the highest pass rate on held-out prompts")
+    in_background: bool = Field(
+        False, description="training goes on while files are written; takes a copy of all state in host memory"
+    )
+    stop_grace_s: float = Field(
+        300.0, gt=0, description="a run that is told to stop finishes its step and saves within this time, or is killed"
+    )
