@@ -19,7 +19,7 @@ from megatron_sao.cli.child import ChildProcess
 from megatron_sao.cli.files import CONFIG_FILE, EXPORT_FOLDER, RESULT_FILE
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model
-from megatron_sao.config import Config, describe, to_toml
+from megatron_sao.config import Config, check_one_machine, describe, to_toml
 from megatron_sao.errors import EngineError, ProtocolError, SaoError
 from megatron_sao.observe.progress import Progress
 from megatron_sao.rollout.engine_process import EngineProcess, EngineSettings
@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
 def run(config: Config, started: float) -> None:
     """One run from first to last line. Raises: SaoError with the message of whatever failed first."""
+    check_one_machine(config)
     check_before_start(config)
     model_folder = prepare_model(config)
     check_model(config, model_folder)

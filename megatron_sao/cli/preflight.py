@@ -8,7 +8,7 @@ import os
 import socket
 from pathlib import Path
 
-from megatron_sao.config import Config, check_arm_is_built, check_model_fits
+from megatron_sao.config import Config, check_is_built, check_model_fits
 from megatron_sao.convert.expected import check_tensors
 from megatron_sao.convert.family import check_engine_reads_alike, check_stage_starts, read_shape
 from megatron_sao.errors import ConfigError
@@ -18,11 +18,11 @@ from megatron_sao.transport.hf_shapes import check_model_folder
 
 
 def check_before_start(config: Config) -> None:
-    """Arm, environment, prompts, ports and the place for the run folder.
+    """What is built, environment, prompts, ports and the place for the run folder.
 
     Raises: ConfigError, DataError.
     """
-    check_arm_is_built(config)
+    check_is_built(config)
     _check_tasks(config)
     _check_ports(config)
     _check_run_folder(Path(config.run.folder))

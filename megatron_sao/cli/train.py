@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_sao.cli.files import ADDRESS_FILE, EXPORT_FOLDER, RESULT_FILE
 from megatron_sao.cli.options import parse_options, run_command
 from megatron_sao.cli.preflight import check_model
-from megatron_sao.config import Config, check_world_size
+from megatron_sao.config import Config, check_is_built, check_nodes, check_world_size
 from megatron_sao.errors import ConfigError, ProtocolError, SaoError
 
 SCHEDULER_WAIT_S = 300.0
@@ -41,7 +41,9 @@ def main(argv: Sequence[str]) -> None:
 def _main(argv: Sequence[str]) -> None:
     options = parse_options(argv, about=_ABOUT, values=_VALUES, switches={})
     config = options.load_config()
+    check_is_built(config)
     check_world_size(config, int(os.environ.get("WORLD_SIZE", 1)))
+    check_nodes(config, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     for name in ("run-folder", "model"):
         if name not in options.values:
             raise ConfigError(f"--{name} is missing: {_VALUES[name]}")

@@ -1,8 +1,10 @@
 """The configuration of a run: one file per section, strict, checked as a whole. Imports nothing heavy."""
 
 from megatron_sao.config.check import (
-    check_arm_is_built,
     check_device,
+    check_is_built,
+    check_nodes,
+    check_one_machine,
     check_world_size,
 )
 from megatron_sao.config.config import Config
@@ -14,9 +16,11 @@ from megatron_sao.config.write import to_toml
 
 __all__ = [
     "Config",
-    "check_arm_is_built",
     "check_device",
+    "check_is_built",
     "check_model_fits",
+    "check_nodes",
+    "check_one_machine",
     "check_world_size",
     "derived_numbers",
     "describe",

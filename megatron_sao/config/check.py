@@ -17,6 +17,7 @@ from megatron_sao.config.engine import Engine
 from megatron_sao.config.model import Model
 from megatron_sao.config.model_fit import demonstration_model_faults
 from megatron_sao.config.parallel import Parallel
+from megatron_sao.config.placement import Placement
 from megatron_sao.config.sampling import Sampling
 from megatron_sao.config.schedule import Schedule
 from megatron_sao.config.section import Section
@@ -45,12 +46,44 @@ def check_world_size(cfg: Config, world_size: int) -> None:
         )
 
 
-def check_arm_is_built(cfg: Config) -> None:
-    """Raises ConfigError for an arm that can be described (--dry-run) but not run as a whole yet."""
+def check_nodes(cfg: Config, ranks_on_node: int) -> None:
+    """Raises ConfigError unless a trainer node was started with as many ranks as [placement] says, if it says so."""
+    said = cfg.placement.trainer_gpus_per_node
+    if said and said != ranks_on_node:
+        raise ConfigError(
+            f"placement.trainer_gpus_per_node = {said}, but this node was started with {ranks_on_node} trainer ranks;"
+            f" start {said} or change [placement]"
+        )
+
+
+def check_one_machine(cfg: Config) -> None:
+    """Raises ConfigError for a configuration of several nodes: for commands that start everything on this machine."""
+    p = cfg.placement
+    if p.trainer_nodes + p.rollout_nodes > 1:
+        raise ConfigError(
+            f"placement.trainer_nodes = {p.trainer_nodes} and placement.rollout_nodes = {p.rollout_nodes}, but this"
+            " command starts everything on this machine; start it with launch/slurm.sbatch or launch/node.sh, or leave"
+            " [placement] out"
+        )
+
+
+def check_is_built(cfg: Config) -> None:
+    """Raises ConfigError for what can be described (--dry-run, plan) but not run as a whole yet."""
     if cfg.algo.baseline == "group":
         raise ConfigError(
             f"algo.arm = {cfg.algo.arm!r}: a step would have to take whole groups of rollouts, which the scheduler does"
             " not do yet, and the mean of half a group is a wrong baseline; use an arm without a group baseline"
+        )
+    if cfg.placement.mode == "colocated":
+        raise ConfigError(
+            'placement.mode = "colocated" can be planned (megatron_sao.cli.plan) but not run yet: nothing puts the'
+            " engines to sleep (vLLM's sleep mode, which needs CUDA) and wakes them in turns with the trainer; use"
+            ' "separate"'
+        )
+    if cfg.placement.value_model == "own_ranks":
+        raise ConfigError(
+            'placement.value_model = "own_ranks" can be planned (megatron_sao.cli.plan) but not run yet: the trainer'
+            ' holds both models on the same ranks, in turns; use "with_policy"'
         )
 
 
@@ -62,6 +95,11 @@ def check_device(cfg: Config, has_cuda: bool) -> None:
         raise ConfigError(
             f'engine.quantization = "{cfg.engine.quantization}" needs CUDA in the engines: vLLM\'s CPU build has no FP8'
             ' experts without AMX tiles; use "none" here'
+        )
+    if cfg.placement.mode == "colocated" and not has_cuda:
+        raise ConfigError(
+            'placement.mode = "colocated" needs CUDA in the engines: vLLM\'s sleep mode frees GPU memory, and its CPU'
+            ' build has none; use "separate" here'
         )
     kernel = cfg.parallel.sparse_attention_kernel
     if kernel != "none" and not has_cuda:
@@ -216,6 +254,68 @@ def _learner_and_sampler_agree(model: Model, engine: Engine) -> Iterator[str]:
         )
 
 
+def _nodes_are_said_as_a_whole(placement: Placement) -> Iterator[str]:
+    p, is_colocated = placement, placement.mode == "colocated"
+    trainer, rollout = ("trainer_nodes", "trainer_gpus_per_node"), ("rollout_nodes", "rollout_gpus_per_node")
+    needed = trainer if is_colocated else trainer + rollout
+    said = [name for name in needed if getattr(p, name)]
+    if said and len(said) < len(needed):
+        missing = ", ".join(f"placement.{name}" for name in needed if name not in said)
+        yield f"placement.{said[0]} = {getattr(p, said[0])} is given, but {missing} is not; give all of them or none"
+    if is_colocated:
+        for name in rollout:
+            if getattr(p, name):
+                yield (
+                    f'placement.{name} = {getattr(p, name)} has no effect with placement.mode = "colocated": the engines'
+                    " have the trainer's nodes; leave it out"
+                )
+        if p.rollout_gpu_gib != p.trainer_gpu_gib:
+            yield (
+                f"placement.rollout_gpu_gib = {p.rollout_gpu_gib:g} is not placement.trainer_gpu_gib ="
+                f' {p.trainer_gpu_gib:g}, but with placement.mode = "colocated" they are the same GPUs'
+            )
+        if p.value_model == "own_ranks":
+            yield (
+                'placement.value_model = "own_ranks" with placement.mode = "colocated": both give a GPU to one model at'
+                " a time in their own way; choose one of them"
+            )
+
+
+def _trainer_fills_its_nodes(placement: Placement, parallel: Parallel) -> Iterator[str]:
+    p, gpus = placement, placement.trainer_gpus
+    ranks, product = parallel.world_size, f"parallel.tp * pp * cp * dp = {parallel.world_size}"
+    if p.value_model == "own_ranks":
+        ranks, product = 2 * ranks, f"2 * {product} (policy, then value model on as many)"
+    if gpus and gpus != ranks:
+        yield (
+            f"placement.trainer_nodes * trainer_gpus_per_node = {p.trainer_nodes} * {p.trainer_gpus_per_node} = {gpus},"
+            f" but the trainer has {product} ranks; change [placement] or [parallel]"
+        )
+
+
+def _engines_fill_their_nodes(placement: Placement, engine: Engine, parallel: Parallel) -> Iterator[str]:
+    p, width = placement, engine.tensor_parallel
+    workers, is_colocated = engine.count * width, p.mode == "colocated"
+    gpus = parallel.world_size if is_colocated else p.rollout_gpus
+    per_node = p.trainer_gpus_per_node if is_colocated else p.rollout_gpus_per_node
+    nodes = "trainer" if is_colocated else "rollout"
+    if gpus and gpus != workers:
+        there = (
+            "there are as many GPUs as the trainer has ranks, parallel.tp * pp * cp * dp"
+            if is_colocated
+            else f"placement.rollout_nodes * rollout_gpus_per_node = {p.rollout_nodes} * {p.rollout_gpus_per_node}"
+        )
+        yield (
+            f"engine.count * tensor_parallel = {engine.count} * {width} = {workers}, but {there} = {gpus}; change"
+            " [engine] or [placement]"
+        )
+    if per_node and per_node % width:
+        yield (
+            f"engine.tensor_parallel = {width} does not divide placement.{nodes}_gpus_per_node = {per_node}: an engine"
+            " must not lie on two nodes; change either"
+        )
+
+
 _CHECKS: list[Callable[..., Iterator[str]]] = [
     _one_source_of_weights,
     _demonstration_model_fits,
@@ -229,4 +329,7 @@ _CHECKS: list[Callable[..., Iterator[str]]] = [
     _value_loss_is_whole,
     _value_stages_can_run,
     _learner_and_sampler_agree,
+    _nodes_are_said_as_a_whole,
+    _trainer_fills_its_nodes,
+    _engines_fill_their_nodes,
 ]

@@ -5,6 +5,7 @@ from megatron_sao.config.checkpoint import Checkpoint
 from megatron_sao.config.engine import Engine
 from megatron_sao.config.model import Model
 from megatron_sao.config.parallel import Parallel
+from megatron_sao.config.placement import Placement
 from megatron_sao.config.policy import Policy
 from megatron_sao.config.push import Push
 from megatron_sao.config.run import Run
@@ -26,6 +27,7 @@ class Config(Section):
     sampling: Sampling = Sampling()
     engine: Engine = Engine()
     parallel: Parallel = Parallel()
+    placement: Placement = Placement()
     algo: Algo = Algo()
     policy: Policy = Policy()
     value: Value = Value()

@@ -5,9 +5,11 @@ DIS-09).
 import pytest
 
 from megatron_sao.config import (
-    check_arm_is_built,
     check_device,
+    check_is_built,
     check_model_fits,
+    check_nodes,
+    check_one_machine,
     check_world_size,
     load_config,
 )
@@ -299,8 +301,8 @@ def test_one_faulty_section_does_not_hide_faults_between_the_others():
 
 def test_an_arm_that_needs_whole_groups_is_refused_before_it_trains_on_half_of_one():
     with pytest.raises(ConfigError, match="algo.arm = 'grpo'.*whole groups"):
-        check_arm_is_built(load_config(None, ["algo.arm=grpo", "sampling.rollouts_per_prompt=4"]))
-    check_arm_is_built(load_config(None, ["algo.arm=sao"]))
+        check_is_built(load_config(None, ["algo.arm=grpo", "sampling.rollouts_per_prompt=4"]))
+    check_is_built(load_config(None, ["algo.arm=sao"]))
 
 
 def test_fused_sparse_attention_needs_cuda():
@@ -328,3 +330,110 @@ def test_learner_and_sampler_use_the_same_number_format():
     with pytest.raises(ConfigError, match="engine.dtype.*model.dtype"):
         load_config(None, ["engine.dtype=bfloat16"])
     assert load_config(None, ["engine.dtype=bfloat16", "model.dtype=bfloat16"]).model.dtype == "bfloat16"
+
+
+# ---- placement -------------------------------------------------------------------------------------------------
+
+
+def placed(trainer: tuple[int, int], rollout: tuple[int, int], *more: str, engines: int = 4) -> list[str]:
+    """Overrides for 16 trainer ranks and engines of 2 workers on so many nodes of so many GPUs; 0 = left out."""
+    names = ("trainer_nodes", "trainer_gpus_per_node", "rollout_nodes", "rollout_gpus_per_node")
+    sizes = zip(names, (*trainer, *rollout), strict=True)
+    layout = ["parallel.dp=16", f"engine.count={engines}", "engine.tensor_parallel=2"]
+    return [*layout, *(f"placement.{name}={size}" for name, size in sizes if size), *more]
+
+
+COLOCATED, OWN_RANKS = "placement.mode=colocated", "placement.value_model=own_ranks"
+NOT_SAID = (0, 0)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        placed(NOT_SAID, NOT_SAID),
+        placed((2, 8), (1, 8)),
+        placed((16, 1), (4, 2)),
+        placed((4, 8), (1, 8), OWN_RANKS),
+        placed((2, 8), NOT_SAID, COLOCATED, engines=8),
+        placed(NOT_SAID, NOT_SAID, COLOCATED, engines=8),
+    ],
+)
+def test_a_placement_that_fits_is_accepted(overrides):
+    load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (
+            placed((2, 8), (1, 0)),
+            "placement.trainer_nodes = 2 is given, but placement.rollout_gpus_per_node is not; give all of them or",
+        ),
+        (placed((0, 8), NOT_SAID, COLOCATED, engines=8), "placement.trainer_nodes is not"),
+        (
+            placed((3, 8), (1, 8)),
+            "trainer_nodes * trainer_gpus_per_node = 3 * 8 = 24, but the trainer has parallel.tp * pp * cp * dp = 16",
+        ),
+        (
+            placed((2, 8), (1, 8), OWN_RANKS),
+            "= 2 * 8 = 16, but the trainer has 2 * parallel.tp * pp * cp * dp = 16 (policy, then value model on as many)",
+        ),
+        (
+            placed((2, 8), (2, 8)),
+            "engine.count * tensor_parallel = 4 * 2 = 8, but placement.rollout_nodes * rollout_gpus_per_node = 2 * 8 =",
+        ),
+        (
+            placed(NOT_SAID, NOT_SAID, COLOCATED),
+            "= 4 * 2 = 8, but there are as many GPUs as the trainer has ranks, parallel.tp * pp * cp * dp = 16",
+        ),
+        (
+            placed((2, 8), (8, 1)),
+            "engine.tensor_parallel = 2 does not divide placement.rollout_gpus_per_node = 1: an engine must not lie on",
+        ),
+        (
+            placed((16, 1), NOT_SAID, COLOCATED, engines=8),
+            "engine.tensor_parallel = 2 does not divide placement.trainer_gpus_per_node = 1",
+        ),
+        (placed((2, 8), (1, 8), COLOCATED, engines=8), "placement.rollout_nodes = 1 has no effect with"),
+        (placed((2, 8), NOT_SAID, COLOCATED, OWN_RANKS, engines=8), "choose one of them"),
+        (
+            placed((2, 8), NOT_SAID, COLOCATED, "placement.rollout_gpu_gib=141.0", engines=8),
+            "placement.rollout_gpu_gib = 141 is not placement.trainer_gpu_gib = 80",
+        ),
+        (["placement.mode=shared"], "placement.mode = 'shared' must be 'separate' or 'colocated'"),
+        (["placement.rollout_gpu_gib=0"], "placement.rollout_gpu_gib = 0 must be greater than 0"),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_refused_with_its_numbers(overrides, expected):
+    assert expected in fault(*overrides)
+
+
+def test_a_trainer_node_must_have_the_ranks_that_its_placement_says():
+    config = load_config(None, placed((2, 8), (1, 8)))
+    check_nodes(config, 8)
+    with pytest.raises(ConfigError, match="trainer_gpus_per_node = 8, but this node was started with 4 trainer ranks"):
+        check_nodes(config, 4)
+    check_nodes(load_config(None), 3)  # not said
+
+
+def test_what_starts_everything_here_refuses_a_placement_on_several_nodes():
+    with pytest.raises(ConfigError, match="placement.trainer_nodes = 2 and placement.rollout_nodes = 1"):
+        check_one_machine(load_config(None, placed((2, 8), (1, 8))))
+    check_one_machine(load_config(None, placed(NOT_SAID, NOT_SAID)))
+    check_one_machine(load_config(None, placed((1, 16), NOT_SAID, COLOCATED, engines=8)))
+
+
+@pytest.mark.parametrize(
+    "more, engines, expected",
+    [((COLOCATED,), 8, "nothing puts the engines to sleep"), ((OWN_RANKS,), 4, "holds both models on the same ranks")],
+)
+def test_a_placement_that_is_only_planned_is_refused_at_the_start(more, engines, expected):
+    with pytest.raises(ConfigError, match=f"can be planned .* but not run yet: .*{expected}"):
+        check_is_built(load_config(None, placed(NOT_SAID, NOT_SAID, *more, engines=engines)))
+
+
+def test_engines_on_the_trainers_gpus_need_cuda():
+    config = load_config(None, placed(NOT_SAID, NOT_SAID, COLOCATED, engines=8))
+    with pytest.raises(ConfigError, match='placement.mode = "colocated" needs CUDA'):
+        check_device(config, has_cuda=False)
+    check_device(config, has_cuda=True)
