@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
         scheduler = Scheduler(
             channel=channel,
             engines=engines,
-            prompts=_endless(prompts),
+            prompts=prompts,
             eval_prompts=eval_prompts,
             run_episode=lambda prompt: run_episode(prompt, environment, engines, chat, episode),
             ledger=ledger,
@@ -222,6 +222,9 @@ class RunObserver:
         self._progress.say(f"held-out prompts, {result.name}: pass rate {result.pass_rate:.3f} "
                            f"({result.num_episodes} episodes, version {policy_version})")
 
+    def position(self) -> dict[str, Any]:
+        return {"metrics": self._sink.position()}
+
     def close(self) -> None:
         """Effect: files are complete and the picture is drawn; a fault of the picture is only logged."""
         self._progress.__exit__()
@@ -290,11 +293,6 @@ def _prompts(config: Config, environment: Environment, tasks: list[Task] | None)
         shuffle=False,
     )
     return train, held_out.all()
-
-
-def _endless(source: PromptSource) -> Iterator[Prompt]:
-    while True:
-        yield from source.take(1)
 
 
 def _settings(config: Config) -> ScheduleSettings:

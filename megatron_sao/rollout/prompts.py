@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -126,7 +126,7 @@ async def without_overlong(
 
 
 class PromptSource:
-    """Prompts of one split, in an order that depends on the seed alone.
+    """Prompts of one split, in an order that depends on the seed alone. An iterator that never ends.
 
     Args:
         split: "train" or "eval"; a part of the prompt ids.
@@ -160,6 +160,13 @@ class PromptSource:
         self.cursor = 0  # prompts issued so far, over all epochs
         # The order of the running epoch and of the next; an epoch of a million prompts is not shuffled for each prompt.
         self._order = lru_cache(maxsize=2)(self._order_of_epoch)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Prompt:
+        """Effect: issues the next prompt."""
+        return self.take(1)[0]
 
     @property
     def epoch(self) -> int:

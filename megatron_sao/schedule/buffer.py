@@ -21,6 +21,10 @@ class Buffer:
     def __len__(self) -> int:
         return len(self._trajectories)
 
+    def all(self) -> list[Trajectory]:
+        """What waits, in order; it stays."""
+        return [trajectory for _, trajectory in self._trajectories]
+
     def put(self, trajectory: Trajectory) -> None:
         """Add one at the end. Never blocks: the dispatcher bounds how many can come. Effect: wakes `arrival`."""
         self._trajectories.append((trajectory.oldest_version, trajectory))

@@ -2,6 +2,7 @@
 
 Invariants:
 - a prompt is in the ledger before its episode starts, and leaves "in flight" only when the episode ended by itself;
+- what was in flight when the run was interrupted is played again before any new prompt is issued;
 - an exception is never only logged: the first one of a prompt source, an environment or an engine is handed to
   `on_failure` at once, unchanged, and no further episode starts;
 - it never waits: a full buffer stops new episodes, not the event loop.
@@ -9,7 +10,9 @@ Invariants:
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from megatron_sao.errors import ProtocolError
 from megatron_sao.records import Prompt, Trajectory
@@ -18,13 +21,24 @@ from megatron_sao.schedule.buffer import Buffer
 from megatron_sao.schedule.ledger import NO_ACTION, Ledger
 
 
+class Prompts(Protocol):
+    """Training prompts, in the order in which they are issued; an iterator that knows its place."""
+
+    def __next__(self) -> Prompt:
+        """The next one. Raises StopIteration when there are no more."""
+
+    def state(self) -> dict[str, int]:
+        """The position after the last prompt it gave; the same source goes on from there."""
+
+
 class Dispatcher:
     """Runs the episodes of training prompts. Used inside one event loop."""
 
     def __init__(
         self,
         *,
-        prompts: Iterator[Prompt],
+        prompts: Prompts,
+        again: Sequence[Prompt] = (),
         run_episode: Callable[[Prompt], Awaitable[Trajectory]],
         ledger: Ledger,
         buffer: Buffer,
@@ -33,6 +47,7 @@ class Dispatcher:
     ) -> None:
         """Args:
             prompts: where training prompts come from; may end.
+            again: prompts that the ledger holds in flight already: they come first.
             run_episode: one whole episode; raises Unscored when it gave nothing to train on.
             ledger: the book.
             buffer: where finished trajectories go.
@@ -40,6 +55,7 @@ class Dispatcher:
             on_failure: called with the first exception.
         """
         self._prompts = prompts
+        self._again = deque(again)
         self._run_episode = run_episode
         self._ledger = ledger
         self._buffer = buffer
@@ -73,8 +89,7 @@ class Dispatcher:
             return
         for _ in range(self._num_to_issue(self.num_running)):
             try:
-                prompt = next(self._prompts)
-                self._ledger.issue(prompt)
+                prompt = self._next_prompt()
             except StopIteration:
                 self.is_exhausted = True
                 return
@@ -90,6 +105,13 @@ class Dispatcher:
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
+
+    def _next_prompt(self) -> Prompt:
+        if self._again:
+            return self._again.popleft()
+        prompt = next(self._prompts)
+        self._ledger.issue(prompt)
+        return prompt
 
     async def _follow(self, prompt: Prompt) -> None:
         try:

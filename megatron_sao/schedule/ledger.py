@@ -124,10 +124,31 @@ class Ledger:
         row = self._db.execute("SELECT is_finished FROM prompts WHERE prompt_id = ?", (prompt_id,)).fetchone()
         return bool(row and row[0])
 
-    def unfinished(self) -> list[Prompt]:
-        """Prompts on the way (in flight, buffered, training), in order of issue: a restart serves these first."""
-        query = f"SELECT prompt FROM prompts WHERE state IN ({_marks(OPEN_STATES)}) ORDER BY number"
-        return [decode(raw, Prompt) for (raw,) in self._db.execute(query, OPEN_STATES)]
+    def put_back(self, kept_ids: Iterable[str]) -> list[Prompt]:
+        """After a restart: what was on the way is in flight again, unless its finished trajectory was kept.
+
+        Args:
+            kept_ids: buffered prompts whose trajectories are at hand.
+
+        Returns:
+            The prompts in flight, in order of issue: they are to be played again, before any new one is issued.
+
+        Raises:
+            ProtocolError: a kept one is not buffered.
+        """
+        kept_ids = set(kept_ids)
+        for prompt_id in kept_ids:
+            if self.state(prompt_id) != BUFFERED:
+                raise ProtocolError(f"a trajectory of prompt {prompt_id} was kept, but {self._path} says that it is "
+                                    f"{self.state(prompt_id)}: they are not of the same moment")
+        lost_ids = [i for i, state in self._states.items() if state in (BUFFERED, TRAINING) and i not in kept_ids]
+        self._move(lost_ids, (BUFFERED, TRAINING), IN_FLIGHT, is_finished=0, phase=None, step=None)
+        rows = self._db.execute("SELECT prompt FROM prompts WHERE state = ? ORDER BY number", (IN_FLIGHT,))
+        return [decode(raw, Prompt) for (raw,) in rows]
+
+    def freeze(self) -> "FrozenLedger":
+        """The book as of now; entries made later are not in it. Takes no time, however long the book is."""
+        return FrozenLedger(self._path)
 
     def counts(self) -> LedgerCounts:
         """The totals now."""
@@ -181,5 +202,22 @@ class Ledger:
             self._states[prompt_id] = state
 
 
-def _marks(values: tuple[str, ...]) -> str:
-    return ", ".join("?" * len(values))
+class FrozenLedger:
+    """The book as of one moment, while the book itself goes on. `write` it once, from any thread."""
+
+    def __init__(self, path: str) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        # An open read of a database with a write-ahead log keeps seeing the state in which it began.
+        self._db.execute("BEGIN")
+        self._db.execute("SELECT 1 FROM prompts LIMIT 1").fetchall()
+
+    def write(self, path: Path) -> None:
+        """Effect: `path` is a book of its own, one file; whatever was there is replaced."""
+        path.unlink(missing_ok=True)
+        copy = sqlite3.connect(path)
+        try:
+            self._db.backup(copy)
+            copy.execute("PRAGMA journal_mode=DELETE")  # else whoever opens it looks for the log beside it
+        finally:
+            copy.close()
+            self._db.close()

@@ -2,7 +2,8 @@
 
     Hello -> who the trainer is                     NeedBatch -> the first fresh trajectories
     PushRequest, GroupOpen, PushSent -> one push    EvalRequest -> held-out episodes
-    StepReport -> the ledger marks the batch        Goodbye -> the end
+    StepReport -> the ledger marks the batch        SaveState -> the scheduler's part of a checkpoint
+    Goodbye -> the end
 
 Invariants:
 - the version of the engines never falls, and a batch is trained by exactly the version the engines hold;
@@ -16,9 +17,12 @@ import asyncio
 import base64
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from megatron_sao.errors import DataError, ProtocolError, SaoError
 from megatron_sao.records import (
@@ -43,6 +47,7 @@ from megatron_sao.records import (
     PushRequest,
     PushSent,
     PushWanted,
+    SaveState,
     SchedulerMessage,
     StepReport,
     TrainerMessage,
@@ -52,11 +57,13 @@ from megatron_sao.records import (
 from megatron_sao.rollout.assemble import Unscored
 from megatron_sao.rollout.engine_pool import EnginePool
 from megatron_sao.schedule.buffer import Buffer
-from megatron_sao.schedule.dispatcher import Dispatcher, TokenRate
+from megatron_sao.schedule.dispatcher import Dispatcher, Prompts, TokenRate
 from megatron_sao.schedule.freshness import capacity, num_to_issue
 from megatron_sao.schedule.ledger import IN_FLIGHT, NO_SIGNAL, STALE, Ledger
 from megatron_sao.schedule.push import Push
+from megatron_sao.schedule.snapshot import SavedSchedule, SchedulerState, Snapshot
 from megatron_sao.schedule.statistics import batch_metrics, pass_rate
+from megatron_sao.schedule.totals import Totals
 from megatron_sao.transport.channel import SchedulerChannel
 
 log = logging.getLogger(__name__)
@@ -88,6 +95,9 @@ class Observer(Protocol):
     def evaluated(self, result: EvalResult, policy_version: int, trajectories: Sequence[Trajectory]) -> None:
         """Held-out prompts were played."""
 
+    def position(self) -> dict[str, Any]:
+        """What it needs to go on from here after a restart, JSON-able. Called while nothing else is."""
+
 
 @dataclass
 class _OpenBatch:
@@ -104,19 +114,6 @@ class _OpenBatch:
         return [trajectory.prompt.prompt_id for trajectory in self.trajectories]
 
 
-@dataclass
-class _Totals:
-    """What the summary reports besides the ledger."""
-
-    lag_max: int = 0
-    num_trained_tokens: int = 0
-    num_trained_tokens_lag_ge1: int = 0
-    num_pushes: int = 0
-    num_failed_pushes: int = 0
-    ids_in_flight_at_pushes: set[str] = field(default_factory=set)
-    result: dict[str, float] = field(default_factory=dict)
-
-
 class Scheduler:
     """One run. `await run()` returns after Goodbye("finished") and raises the reason otherwise."""
 
@@ -125,33 +122,41 @@ class Scheduler:
         *,
         channel: SchedulerChannel,
         engines: EnginePool,
-        prompts: Iterator[Prompt],
+        prompts: Prompts,
         eval_prompts: Sequence[Prompt],
         run_episode: Callable[[Prompt], Awaitable[Trajectory]],
         ledger: Ledger,
         settings: ScheduleSettings,
         observer: Observer,
+        saved: SavedSchedule | None = None,
     ) -> None:
         """Args:
             channel: the connection to the trainer.
             engines: all engines; some may come later.
-            prompts: training prompts, in the order in which they are issued.
+            prompts: training prompts, in the order in which they are issued; of a resumed run, from the saved position.
             eval_prompts: held-out prompts; they never enter the ledger.
             run_episode: plays one prompt on `engines`.
-            ledger: the book of this run.
+            ledger: the book of this run; of a resumed run, a copy of the saved one.
             settings: limits.
             observer: metrics and trajectory files.
+            saved: where a resumed run goes on.
         """
         self._channel = channel
         self._engines = engines
+        self._prompts = prompts
         self._eval_prompts = eval_prompts
         self._run_episode = run_episode
         self._ledger = ledger
         self._settings = settings
         self._observer = observer
+        self._saved = saved
+        self._totals = saved.state.totals if saved else Totals()
         self._buffer = Buffer()
+        for trajectory in saved.trajectories if saved else ():
+            self._buffer.put(trajectory)
         self._dispatcher = Dispatcher(
             prompts=prompts,
+            again=ledger.put_back(trajectory.prompt.prompt_id for trajectory in self._buffer.all()),
             run_episode=run_episode,
             ledger=ledger,
             buffer=self._buffer,
@@ -168,7 +173,7 @@ class Scheduler:
         self._batch: _OpenBatch | None = None
         self._num_unpublished = 0  # trajectories given to a policy step whose push is not out yet
         self._push: Push | None = None
-        self._totals = _Totals()
+        self._result: dict[str, float] = {}
 
     @property
     def policy_version(self) -> int:
@@ -209,7 +214,7 @@ class Scheduler:
             if isinstance(message, StepReport):
                 await self._unless_failed(self._write_down(message, batch))
             if isinstance(message, Goodbye):
-                self._totals.result = message.result
+                self._result = message.result
                 if message.reason not in (FINISHED, STOPPED):
                     raise ProtocolError(f"the trainer ended with: {message.reason}")
                 return
@@ -236,6 +241,8 @@ class Scheduler:
                 return await self._unless_no_engine_serves(self._evaluate(message))
             case StepReport():
                 return self._take_report(message)
+            case SaveState():
+                return await self._save(message)
             case Goodbye():
                 return Ack()
 
@@ -279,6 +286,9 @@ class Scheduler:
     def _welcome(self, hello: Hello) -> Welcome:
         if self._hello is not None:
             raise ProtocolError("the trainer said Hello twice")
+        if self._saved and hello.policy_version != self._saved.state.policy_version:
+            raise ProtocolError(f"the trainer resumes at version {hello.policy_version}, the scheduler at "
+                                f"{self._saved.state.policy_version}: both must start from the same checkpoint")
         self._hello = hello
         self._may_repeat_version = True
         return Welcome(num_engines=len(self._engines.engines))
@@ -328,7 +338,7 @@ class Scheduler:
             "schedule/in_flight": float(self._dispatcher.num_running),
             "schedule/tokens_per_s": self._token_rate.read(),
             "schedule/engines": float(self._engines.num_serving),
-            "schedule/requests_reissued": float(self._engines.num_reissued),  # in the run so far
+            "schedule/requests_reissued": float(self._totals.num_reissued + self._engines.num_reissued),  # in the run so far
         }
         self._batch = _OpenBatch(request, taken, metrics)
         self._ledger.take(self._batch.prompt_ids, phase=request.phase, step=request.step)
@@ -420,7 +430,7 @@ class Scheduler:
             self._push = self._new_push(request.policy_version)
         answer = await self._push.proceed(request.has_group)
         if isinstance(answer, PushGo):
-            self._totals.ids_in_flight_at_pushes.update(self._dispatcher.running_ids)
+            self._count_in_flight()
         return self._end_push(answer) if isinstance(answer, PushDone) else answer
 
     async def _take_part_of_push(self, message: GroupOpen | PushSent) -> Ack | PushDone | PushFailed:
@@ -456,6 +466,12 @@ class Scheduler:
         self._num_unpublished = 0
         self._dispatcher.fill()
         return done
+
+    def _count_in_flight(self) -> None:
+        totals, running = self._totals, set(self._dispatcher.running_ids)
+        totals.num_in_flight_at_pushes += len(running - totals.ids_in_flight_at_pushes)
+        on_the_way = running | totals.ids_in_flight_at_pushes
+        totals.ids_in_flight_at_pushes = {i for i in on_the_way if self._ledger.state(i) == IN_FLIGHT}
 
     def _check_push_request(self, request: PushRequest) -> None:
         if self._hello is None or self._push is not None:
@@ -533,12 +549,45 @@ class Scheduler:
             await asyncio.gather(*running, return_exceptions=True)
         return [episode.result() for episode in episodes]
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    async def _save(self, request: SaveState) -> Ack:
+        if self._hello is None or self._push is not None or self._batch is not None:
+            raise ProtocolError(f"SaveState after step {request.step} came before Hello, during a push, or before the "
+                                "StepReport of the step")
+        # Taken here, at once; episodes that end while it is written belong to the next one.
+        snapshot = Snapshot(
+            SchedulerState(
+                step=request.step,
+                policy_version=self._version,
+                prompts=self._prompts.state(),
+                num_trajectories=len(self._buffer),
+                totals=self._totals_now(),
+                observer=self._observer.position(),
+            ),
+            self._buffer.all(),
+            self._ledger.freeze(),
+        )
+        await asyncio.to_thread(snapshot.write, Path(request.folder))
+        return Ack()
+
+    def _totals_now(self) -> Totals:
+        """A copy, with what the engines of this start have counted."""
+        before = self._totals
+        return msgspec.structs.replace(
+            before,
+            num_taken_out=before.num_taken_out + self._engines.num_taken_out,
+            num_reissued=before.num_reissued + self._engines.num_reissued,
+            num_across_pushes=before.num_across_pushes + self._dispatcher.num_across_pushes,
+            ids_in_flight_at_pushes=set(before.ids_in_flight_at_pushes),
+        )
+
     # ---- summary -----------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
         """What the run did, JSON-able. Raises ProtocolError when the ledger does not balance."""
         counts = self._ledger.check()
-        totals = self._totals
+        totals = self._totals_now()
         lost = totals.ids_in_flight_at_pushes & self._dispatcher.failed_ids
         open_ids = {i for i in totals.ids_in_flight_at_pushes if self._ledger.state(i) == IN_FLIGHT} - lost
         return {
@@ -554,15 +603,15 @@ class Scheduler:
             "policy_version": self._version,
             "num_pushes": totals.num_pushes,
             "failed_push_attempts": totals.num_failed_pushes,
-            "engines_taken_out": self._engines.num_taken_out,
-            "requests_reissued": self._engines.num_reissued,
+            "engines_taken_out": totals.num_taken_out,
+            "requests_reissued": totals.num_reissued,
             "lag_max": totals.lag_max,
             "trained_action_tokens": totals.num_trained_tokens,
             "trained_action_tokens_lag_ge1": totals.num_trained_tokens_lag_ge1,
-            "trajectories_across_pushes": self._dispatcher.num_across_pushes,
-            "requests_in_flight_at_pushes": len(totals.ids_in_flight_at_pushes),
-            "requests_finished_after_pushes": len(totals.ids_in_flight_at_pushes) - len(open_ids) - len(lost),
+            "trajectories_across_pushes": totals.num_across_pushes,
+            "requests_in_flight_at_pushes": totals.num_in_flight_at_pushes,
+            "requests_finished_after_pushes": totals.num_in_flight_at_pushes - len(open_ids) - len(lost),
             "requests_still_running": len(open_ids),
             "requests_lost_by_pushes": len(lost),
-            "result": totals.result,
+            "result": self._result,
         }

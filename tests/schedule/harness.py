@@ -1,12 +1,15 @@
 """A scheduler with its real channel, client, pool, ledger and buffer; fake engines, and a trainer in a thread."""
 
 import asyncio
-import itertools
+import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_sao.records import (
+    Ack,
     FormGroup,
     Goodbye,
     GroupOpen,
@@ -19,6 +22,7 @@ from megatron_sao.records import (
     PushRequest,
     PushSent,
     PushWanted,
+    SaveState,
     StepReport,
     Trajectory,
     Turn,
@@ -28,6 +32,7 @@ from megatron_sao.rollout.engine_client import EngineClient
 from megatron_sao.rollout.engine_pool import EnginePool
 from megatron_sao.schedule.ledger import Ledger
 from megatron_sao.schedule.loop import Scheduler, ScheduleSettings
+from megatron_sao.schedule.snapshot import read_snapshot
 from megatron_sao.transport.channel import SchedulerChannel, TrainerChannel
 from tests.schedule.fake_engine import FakeEngine
 from tests.schedule.support import make_prompt
@@ -53,6 +58,9 @@ class Notes:
     def evaluated(self, result, policy_version, trajectories):
         self.evaluations.append((result, policy_version))
 
+    def position(self):
+        return {"steps": len(self.steps)}
+
 
 @dataclass
 class Outcome:
@@ -62,10 +70,31 @@ class Outcome:
     summary: dict
     notes: Notes
     engines: list[FakeEngine]
+    states: dict[str, str]  # of every issued prompt, in order of issue, as the ledger's file says
+
+    @property
+    def still_in_flight(self) -> list[str]:
+        return [prompt_id for prompt_id, state in self.states.items() if state not in ("trained", "dropped")]
 
 
-def numbered_prompts() -> Iterator[Prompt]:
-    return (make_prompt(f"p{i}") for i in itertools.count())
+def states(ledger_path: Path) -> dict[str, str]:
+    """prompt_id -> state of every prompt in a ledger's file, in order of issue."""
+    with closing(sqlite3.connect(f"file:{ledger_path}?mode=ro", uri=True)) as db:
+        return dict(db.execute("SELECT prompt_id, state FROM prompts ORDER BY number"))
+
+
+class Numbered:
+    """Endless prompts p0, p1, ... that know their place."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def __next__(self) -> Prompt:
+        self.position += 1
+        return make_prompt(f"p{self.position - 1}")
+
+    def state(self) -> dict[str, int]:
+        return {"position": self.position}
 
 
 def settings(**changes) -> ScheduleSettings:
@@ -110,11 +139,12 @@ async def play(
     trainer: Callable,
     fakes: list[FakeEngine],
     *,
-    prompts: Iterator[Prompt] | None = None,
+    prompts: Iterator[Prompt] | Numbered | None = None,
     run_episode: Callable | None = None,
     num_eval: int = 3,
     at_start: Callable | None = None,
     return_timeout_s: float = 5.0,
+    saved: Path | None = None,
     **changes,
 ) -> Outcome:
     """One scheduler with one trainer.
@@ -123,6 +153,7 @@ async def play(
         prompts, run_episode: replace the endless prompts and the one-turn episode.
         at_start: async function of (scheduler, engines) that runs beside.
         return_timeout_s: of the pool.
+        saved: what `save` wrote; the run goes on there.
         changes: of ScheduleSettings.
     """
 
@@ -137,23 +168,27 @@ async def play(
     pool = EnginePool(clients, wait_timeout_s=8.0, return_timeout_s=return_timeout_s)
     episode = run_episode or one_turn
     channel = SchedulerChannel("127.0.0.1", 0)
+    schedule = read_snapshot(saved) if saved else None
+    if schedule:
+        shutil.copyfile(schedule.ledger_path, ledger_path)
     ledger, notes = Ledger(ledger_path), Notes()
     scheduler = Scheduler(
         channel=channel,
         engines=pool,
-        prompts=prompts or numbered_prompts(),
+        prompts=prompts or Numbered(**schedule.state.prompts if schedule else {}),
         eval_prompts=[make_prompt(f"eval{i}") for i in range(num_eval)],
         run_episode=lambda prompt: episode(prompt, pool),
         ledger=ledger,
         settings=given,
         observer=notes,
+        saved=schedule,
     )
     beside = asyncio.create_task(at_start(scheduler, fakes)) if at_start else None
     served = asyncio.create_task(scheduler.run())
     trained = asyncio.create_task(asyncio.to_thread(_train, trainer, channel.address, fakes))
     try:
         (answer, trainer_error), error = await asyncio.wait_for(asyncio.gather(trained, _error_of(served)), LIMIT_S)
-        return Outcome(answer, trainer_error, error, scheduler.summary(), notes, fakes)
+        return Outcome(answer, trainer_error, error, scheduler.summary(), notes, fakes, states(ledger_path))
     finally:
         if beside:
             beside.cancel()
@@ -227,6 +262,13 @@ def report(channel: TrainerChannel, step: int, version: int, *, phase: str = "tr
     return channel.request(
         StepReport(step=step, phase=phase, policy_version=version, is_trained=is_trained, metrics=metrics)
     )
+
+
+def save(channel: TrainerChannel, step: int, folder: Path) -> Path:
+    """Have the scheduler's part of a checkpoint written. -> `folder`, which is made"""
+    folder.mkdir(parents=True)
+    assert channel.request(SaveState(step=step, folder=str(folder))) == Ack()
+    return folder
 
 
 def train(channel: TrainerChannel, num_steps: int, version: int = 0) -> int:

@@ -27,7 +27,6 @@ from tests.schedule.harness import (
     ask,
     finish,
     hello,
-    numbered_prompts,
     open_push,
     play_in_turn,
     play_together,
@@ -732,7 +731,7 @@ def test_what_runs_at_the_end_stays_in_flight(tmp_path):
         time.sleep(0.2)
         finish(channel)
 
-    out = play_together(tmp_path, trainer, at_start=hold_later, prompts=numbered_prompts())
+    out = play_together(tmp_path, trainer, at_start=hold_later)
     assert out.scheduler_error is None
     assert out.summary["trained"] == 4
     assert out.summary["in_flight"] == out.summary["issued"] - 4 > 0
