@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_sao.cli.failure import FAILURE_FILE, Failure, read_failure
+from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.engine_process import GUARD, log_excerpt
+
+_GUARD_ENDS_WITHIN_S = 10.0  # once it kills what lives below it
 
 
 class ChildProcess:
@@ -58,10 +61,13 @@ class ChildProcess:
         if not self.exit_code:
             return None
         log = f"\n  (whole log: {self.log_path})"
-        killed = killed_rank(self.log_path.read_text(errors="replace"))
+        text = self.log_path.read_text(errors="replace")
+        killed = killed_rank(text)
         if killed is not None:
             rank, number = killed
             return Failure(1, f"rank {rank} of the {self.name} was killed by {signal_name(number)}{log}")
+        if missing := hosts_missing(text):
+            return Failure(ConfigError.exit_code, missing + log)
         if self.exit_code > 128:
             return Failure(1, f"the {self.name} was killed by {signal_name(self.exit_code - 128)}{log}")
         recorded = read_failure(self._failure_path)
@@ -70,12 +76,12 @@ class ChildProcess:
         return Failure(1, f"the {self.name} ended with exit code {self.exit_code}:\n{log_excerpt(self.log_path)}")
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM, and after `grace_s` the guard kills whatever lives below it."""
-        if self.exit_code is None:
+        """SIGTERM, and after `grace_s` the guard kills whatever lives below it; 0 = at once, without a signal."""
+        if self.exit_code is None and grace_s:
             self._process.terminate()
             self.wait(grace_s)
         self._process.stdin.close()
-        self.wait(grace_s)
+        self.wait(_GUARD_ENDS_WITHIN_S)
         self._process.kill()  # a guard that hangs; harmless otherwise
         self._process.wait()
 
@@ -93,6 +99,21 @@ def killed_rank(torchrun_log: str) -> tuple[int, int] | None:
         if int(number) != signal.SIGTERM:
             return int(rank), int(number)
     return None
+
+
+# What torchrun's last line is when hosts stay away.
+_HOSTS_JOINED = re.compile(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined")
+
+
+def hosts_missing(torchrun_log: str) -> str:
+    """What to say when too few hosts came to where torchrun waits for them; empty if that was not the fault."""
+    if found := _HOSTS_JOINED.search(torchrun_log):
+        seconds, num_joined, num_hosts = found.groups()
+        return (
+            f"only {num_joined} of {num_hosts} trainer hosts came within {seconds} s (parallel.join_timeout_s): are the"
+            " others started, each with its own number, and can they reach the rendezvous?"
+        )
+    return ""
 
 
 def signal_name(number: int) -> str:

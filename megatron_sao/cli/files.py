@@ -1,6 +1,7 @@
 """Names inside a run folder that more than one command knows."""
 
 CONFIG_FILE = "config.toml"  # the resolved configuration
+LOGS_FOLDER = "logs"  # one file a process
 ADDRESS_FILE = "scheduler.json"  # where the scheduler listens; the trainer waits for it
 LEDGER_FILE = "ledger.sqlite"  # what became of every prompt
 STOP_FILE = "stop"  # whoever makes it wants the run to save and end

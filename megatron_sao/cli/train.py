@@ -8,6 +8,7 @@ figures of the run in `result.json`.
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from megatron_sao.cli.files import ADDRESS_FILE, EXPORT_FOLDER, RESULT_FILE
 from megatron_sao.cli.options import parse_options, run_command
 from megatron_sao.cli.preflight import check_model
+from megatron_sao.cli.stop import stop_on_sigterm
+from megatron_sao.cli.trainer_process import rank_log
 from megatron_sao.config import Config, check_is_built, check_nodes, check_world_size
 from megatron_sao.errors import ConfigError, ProtocolError, SaoError
 
@@ -27,6 +30,7 @@ _VALUES = {
     "model": "HF folder that both models start from",
     "host": "address of trainer rank 0 that the engines can reach (default 127.0.0.1)",
 }
+_SWITCHES = {"own-log": "write to logs/trainer-rank-N.log in the run folder instead of where torchrun writes"}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -39,7 +43,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _main(argv: Sequence[str]) -> None:
-    options = parse_options(argv, about=_ABOUT, values=_VALUES, switches={})
+    options = parse_options(argv, about=_ABOUT, values=_VALUES, switches=_SWITCHES)
+    if "run-folder" in options.values:
+        _begin(Path(options.values["run-folder"]), "own-log" in options.switches)
     config = options.load_config()
     check_is_built(config)
     check_world_size(config, int(os.environ.get("WORLD_SIZE", 1)))
@@ -50,6 +56,17 @@ def _main(argv: Sequence[str]) -> None:
     run_folder, model_folder = Path(options.values["run-folder"]), Path(options.values["model"])
     check_model(config, model_folder)
     run_trainer(config, run_folder, model_folder, options.values.get("host", "127.0.0.1"))
+
+
+def _begin(run_folder: Path, has_own_log: bool) -> None:
+    """Effect: SIGTERM means what it shall mean in a rank, and output goes where it shall go."""
+    stop_on_sigterm(run_folder)
+    if has_own_log:
+        log = rank_log(run_folder, int(os.environ.get("RANK", 0)))
+        log.parent.mkdir(exist_ok=True)
+        with log.open("wb") as file:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(file.fileno(), stream.fileno())
 
 
 def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str) -> None:

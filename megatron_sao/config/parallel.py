@@ -37,6 +37,12 @@ class Parallel(Section):
     )
     micro_batch_tokens: int = Field(8192, ge=2, description="tokens of one packed micro-batch, all cp ranks together")
     timeout_s: float = Field(300.0, gt=0, description="time one collective may take (of the model: in full minutes)")
+    join_timeout_s: float = Field(
+        900.0, ge=1, description="time the hosts of the trainer have to find each other, and its ranks to begin"
+    )
+    interface: str = Field(
+        "", description="network interface of gloo and NCCL on each trainer host; empty = the one that reaches host 0"
+    )
 
     @property
     def world_size(self) -> int:

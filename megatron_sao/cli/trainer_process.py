@@ -1,0 +1,56 @@
+"""The trainer's ranks on one host: torchrun with its command line, its environment and its log, as a child process.
+
+Invariants: torchrun restarts nothing (a restart is a resume, by whoever started the run); SIGTERM does not reach it, so
+that SLURM, which signals every process of a job, does not make it end its ranks before they have saved; each rank has
+a log file of its own beside torchrun's.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_sao.cli.child import ChildProcess
+from megatron_sao.cli.files import CONFIG_FILE, LOGS_FOLDER
+from megatron_sao.config import Config
+
+
+@dataclass(frozen=True)
+class TrainerHost:
+    """One host among those of the trainer. The defaults are those of a run on one machine."""
+
+    rendezvous: tuple[str, int] | None = None  # (address of host 0, port); None = there is one host, any free port
+    number: int = 0  # of this host
+    num_hosts: int = 1
+    address: str = "127.0.0.1"  # of this host, as the others reach it
+    interface: str = "lo"  # network interface of gloo and NCCL
+
+
+def start_trainer(config: Config, run_folder: Path, host: TrainerHost = TrainerHost()) -> ChildProcess:
+    """Start this host's share of the ranks; `num_hosts` divides their number."""
+    command = ["env", "--block-signal=TERM", sys.executable, "-m", "torch.distributed.run", *_place(config, host)]
+    command += ["--max-restarts", "0", "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
+    command += ["--nproc-per-node", str(config.parallel.world_size // host.num_hosts)]
+    command += ["-m", "megatron_sao.cli.train", str(run_folder / CONFIG_FILE)]
+    command += ["--run-folder", str(run_folder), "--host", host.address, "--own-log"]
+    env = {
+        "OMP_NUM_THREADS": str(config.run.threads_per_process),
+        "GLOO_SOCKET_IFNAME": host.interface,
+        "NCCL_SOCKET_IFNAME": host.interface,
+        "PYTHONWARNINGS": "ignore",  # Megatron's notes on each package that a CPU does not have
+    }
+    name = "trainer.log" if host.num_hosts == 1 else f"trainer-host-{host.number}.log"
+    return ChildProcess("trainer", command, run_folder / LOGS_FOLDER / name, env)
+
+
+def rank_log(run_folder: Path, rank: int) -> Path:
+    """The log file of one rank."""
+    return run_folder / LOGS_FOLDER / f"trainer-rank-{rank}.log"
+
+
+def _place(config: Config, host: TrainerHost) -> list[str]:
+    if host.rendezvous is None:
+        return ["--standalone"]
+    address, port = host.rendezvous
+    place = ["--nnodes", str(host.num_hosts), "--node-rank", str(host.number)]
+    place += ["--master-addr", address, "--master-port", str(port)]
+    return [*place, "--rdzv-conf", f"timeout={config.parallel.join_timeout_s:.0f}"]
