@@ -1,6 +1,6 @@
 """The layers of the package: imports point down only, and each layer imports where its users run.
 
-cli > train, schedule, observe > models, rollout > parallel, transport > algo, data, convert > config > records, errors
+cli > train, schedule, observe > models, rollout > parallel, transport > algo, data, convert > config > records, checkpoints > errors
 """
 
 import ast
@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_sao"
 LAYERS = [  # from the ground up; neighbours never import each other
     ("errors",),
-    ("records",),
+    ("records", "checkpoints"),
     ("config",),
     ("algo", "data", "convert"),
     ("parallel", "transport"),

@@ -13,6 +13,7 @@ class Checkpoint(Section):
     in_background: bool = Field(
         False, description="training goes on while files are written; takes a copy of all state in host memory"
     )
+    timeout_s: float = Field(1800.0, gt=0, description="time one rank's part of a save or of a resume may take")
     stop_grace_s: float = Field(
         300.0, gt=0, description="a run that is told to stop finishes its step and saves within this time, or is killed"
     )

@@ -8,33 +8,39 @@ A folder `hf` inside holds what a HF folder needs besides (configuration, tokeni
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException, maybe_load_config
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    maybe_load_config,
+    save_config,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, TensorStorageMetadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from megatron_sao.checkpoints import ChecksummedFile, StoredFile
 from megatron_sao.convert.family import ModelShape
 from megatron_sao.convert.names import stored_name
 from megatron_sao.errors import CheckpointError
 from megatron_sao.models.value_head import ValueHead
+from megatron_sao.parallel.exchange import ObjectGroup, world_rank
 
 CONTENT = {"singleton_local_shards": True}  # Megatron's word for one stored tensor per layer and expert
 HF_PART = "hf"
@@ -59,6 +65,14 @@ def weight_shards(chunk: MegatronModule, shape: ModelShape, content: Mapping[str
     return found
 
 
+@dataclass(frozen=True)
+class Written:
+    """What one rank put into a checkpoint."""
+
+    results: list[WriteResult]  # where each of its parts stands
+    files: dict[str, StoredFile]  # by name in the folder
+
+
 class OneByOneWriter(FileSystemWriter):
     """Writes item after item into files of bounded size: one tensor in memory (a copy, if it is on a GPU).
 
@@ -68,6 +82,7 @@ class OneByOneWriter(FileSystemWriter):
     def __init__(self, path: str | Path, max_file_bytes: int = MAX_FILE_BYTES):
         super().__init__(path)
         self._max_file_bytes = max_file_bytes
+        self.files: dict[str, StoredFile] = {}  # those that `write_data` wrote
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -75,7 +90,7 @@ class OneByOneWriter(FileSystemWriter):
         number = 0
         while items:
             file = f"{plan.storage_data.prefix}{number}.distcp"
-            with (self.path / file).open("wb") as stream:
+            with ChecksummedFile(self.path / file) as stream:
                 while items and stream.tell() < self._max_file_bytes:
                     item = items.popleft()
                     begin = stream.tell()
@@ -89,37 +104,60 @@ class OneByOneWriter(FileSystemWriter):
                         torch.save(tensor if is_alone else tensor.clone(), stream)
                     length = stream.tell() - begin
                     results.append(WriteResult(item.index, length, _StorageInfo(file, begin, length)))
+            self.files[file] = stream.stored
             number += 1
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
 
-class _SaveInThisProcess(TorchDistSaveShardedStrategy):
-    """megatron-core 0.19's own writes in a process that it spawns for each rank, which outlives a rank that is killed,
-    and copies the model there."""
+class CheckpointWriter:
+    """A distributed checkpoint on its way into a folder: planned by all ranks, written by each alone, ended by rank 0.
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key),
-            storage_writer=OneByOneWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        )
-
-
-def save_weights(
-    chunks: Sequence[MegatronModule], shape: ModelShape, folder: str | Path, common: Mapping[str, Any] | None = None
-) -> None:
-    """Write a model's weights into an empty folder that exists; copies are written once.
-
-    Args:
-        common: small facts, equal on all ranks, that `StoredWeights.common` gives back.
-    Collective: every rank of the world. Effect: the folder counts as a checkpoint once its metadata.json is there.
+    megatron-core 0.19's own strategy writes in a process that it spawns for each rank, which outlives a rank that is
+    killed, and copies the model there; its collectives have the bound of a training step.
     """
-    state: dict[str, Any] = {f"chunk{number}": weight_shards(chunk, shape) for number, chunk in enumerate(chunks)}
-    state |= dict(common or {})
-    dist_checkpointing.save(state, str(folder), _SaveInThisProcess(), content_metadata=dict(CONTENT))
+
+    def __init__(
+        self,
+        shards: Mapping[str, Any],
+        folder: str | Path,
+        world: ObjectGroup,
+        common: Mapping[str, Any] | None = None,
+        content: Mapping[str, Any] = CONTENT,
+    ):
+        """Collective: every rank of the world.
+
+        Args:
+            shards: this rank's parts, by names of any kind; of what several ranks hold, one copy is written. Their
+                tensors are read by `write`.
+            folder: exists, for every rank.
+            common: small facts that `StoredWeights.common` gives back; rank 0's count.
+            content: how the shards were named.
+        """
+        self._folder, is_first = Path(folder), world_rank() == 0
+        facts = dict(common or {}) | {"content_metadata": dict(content)}
+        flat = {str(number): shard for number, shard in enumerate(built(_leaves(shards)))}
+        flat["common"] = ShardedObject("common_state", facts, (1,), (0,), replica_id=world_rank())
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(flat, keep_only_main_replica=True)
+        self._writer = OneByOneWriter(self._folder)
+        self._planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(mcore_to_pyt_state_dict(by_key), self._writer.storage_meta(), is_first)
+        plan = replace(self._planner.create_local_plan(), storage_data=_StoragePrefix(f"__{world_rank()}_"))
+        # As no part is planned twice, the plan of the whole world is what all plan together: nothing comes back.
+        self._all_plans = world.collect(plan)
+        self._plan = self._planner.finish_plan(plan)
+
+    def write(self) -> Written:
+        """Write this rank's files. No collective. Raises: OSError or RuntimeError when the disk does not take them."""
+        results = self._writer.write_data(self._plan, self._planner).value()
+        return Written(results, self._writer.files)
+
+    def end(self, written: Sequence[Written]) -> None:
+        """Rank 0 alone, with what all ranks wrote. Effect: the folder is a checkpoint, once its metadata.json is there."""
+        _, metadata = self._planner.create_global_plan(self._all_plans)
+        self._writer.finish(metadata, [one.results for one in written])
+        save_config(CheckpointingConfig("torch_dist"), str(self._folder))
 
 
 class StoredWeights:
@@ -172,6 +210,11 @@ class StoredWeights:
         if faults:
             more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
             raise CheckpointError(f"the checkpoint {self.path} {', '.join(faults[:3])}{more}")
+
+
+def _leaves(shards: Mapping[str, Any]) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    for value in shards.values():
+        yield from _leaves(value) if isinstance(value, Mapping) else [value]
 
 
 def built(shards: Any) -> list[ShardedTensor]:

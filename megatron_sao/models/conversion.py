@@ -156,7 +156,7 @@ def hf_to_megatron(
         carried, dropped = _without_place(folder, shape, parameters, role, with_mtp=with_mtp)
         copies = {name: original_of(name, shape) for name in carried if is_copy(folder, shape, name)}
         own = [name for name in carried if name not in copies]
-        _write_hf_part(folder, partial / HF_PART, own, max_file_bytes)
+        write_hf_part(folder, partial / HF_PART, own, max_file_bytes)
         common = {"role": role, "copies": copies}
         _write_checkpoint(folder, partial, parameters, common, report, max_file_bytes)
     read = [part.hf_name for parameter in parameters for part in parameter.parts]
@@ -210,7 +210,10 @@ def _without_place(
     return [n for n in rest if n not in dropped], [n for n in rest if n in dropped]
 
 
-def _write_hf_part(folder: HFFolder, destination: Path, carried: list[str], max_file_bytes: int) -> None:
+def write_hf_part(
+    folder: HFFolder, destination: Path, carried: list[str], max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Write what a HF folder needs besides a checkpoint's tensors, those of `carried` included, as the folder has it."""
     destination.mkdir()
     (destination / "config.json").write_text(json.dumps(folder.config, indent=2) + "\n")
     copy_side_files(folder.path, destination)

@@ -39,6 +39,12 @@ class ObjectGroup:
         dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
+    def collect(self, value: Any) -> list[Any] | None:
+        """Every rank's `value`, by rank, on rank 0; None elsewhere. Collective: the whole world."""
+        out = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, out, dst=0, group=self._group)
+        return out
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank, on every rank. Collective: the whole world."""
         out: list[Any] = [None] * dist.get_world_size()
@@ -93,6 +99,21 @@ def merge_over_data(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             parts = flat.cpu().split([merged[name].numel() for name in names])
             merged |= {name: part.view(merged[name].shape) for name, part in zip(names, parts, strict=True)}
     return merged
+
+
+def whole_from_pieces(piece: torch.Tensor | None, start: int, num_elements: int, group: Any) -> torch.Tensor:
+    """A float32 vector of which each rank of `group` has a piece, whole on all of them, bit by bit.
+
+    Args:
+        piece: float32 [any], elements [start, start + its length); None = this rank has none. Together the pieces cover
+            the vector once.
+    Returns: float32 [num_elements], on the device of the model. Collective: every rank of `group`.
+    """
+    whole = torch.zeros(num_elements, dtype=torch.float32, device=_device())
+    if piece is not None:
+        whole[start : start + len(piece)] = piece
+    dist.all_reduce(whole.view(torch.int32), group=group)  # as integers: adding 0.0 would make 0.0 of -0.0
+    return whole
 
 
 def from_last_stage(tensor: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:

@@ -47,7 +47,7 @@ def _write(trainer: Trainer, destination: Path) -> None:
     """Rank 0's part: every tensor into the safetensors files of the folder."""
     folder = trainer.folder
     announced = {name: (dtype, shape) for name, (dtype, shape, _) in _by_name(trainer).items()}
-    copies, carried = _copied(trainer)
+    copies, carried = besides_policy(trainer)
     announced |= {name: announced[original] for name, original in copies.items()}
     announced |= {name: (folder.dtype(name), folder.shape(name)) for name in carried}
     with HFWriter(destination, announced) as writer:
@@ -92,7 +92,7 @@ def _tensors(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor | None]]:
         yield name, whole
 
 
-def _copied(trainer: Trainer) -> tuple[dict[str, str], list[str]]:
+def besides_policy(trainer: Trainer) -> tuple[dict[str, str], list[str]]:
     """What the source folder holds besides the policy: (copies -> what they are copies of, all others).
 
     An MTP layer computes with the decoder's embedding and output layer. Where it holds copies of them, these follow

@@ -11,9 +11,8 @@ from pathlib import Path
 from megatron_sao.records import TRAIN, Ack, Batch, EvalRequest, EvalResult, Goodbye, NeedBatch, StepReport
 from megatron_sao.train.export import export_policy
 from megatron_sao.train.link import SchedulerLink
-from megatron_sao.train.outcome import Outcome
-from megatron_sao.train.phases import Phases
 from megatron_sao.train.pretrain import pretrain_value
+from megatron_sao.train.progress import Progress
 from megatron_sao.train.push import Pusher
 from megatron_sao.train.sao_step import sao_step
 from megatron_sao.train.setup import Trainer
@@ -24,33 +23,34 @@ def train(trainer: Trainer, link: SchedulerLink, pusher: Pusher, export_folder: 
 
     Returns: what the last line of the run reports. Collective: every rank of the world.
     """
-    config, phases, outcome = trainer.config, Phases(trainer.config), Outcome(trainer.config.run.stop_after_bad_steps)
-    policy_version = 0
+    config, progress = trainer.config, Progress.at_start(trainer.config)
 
-    pusher.connect(policy_version)
+    pusher.connect(progress.policy_version)
     before: EvalResult = link.request(EvalRequest(name="before"), EvalResult)
-    if phases.pretrains_value:
-        pretrain_value(trainer, link, outcome)
+    progress.add_evaluation(before.pass_rate)
+    if progress.wants_pretraining:
+        pretrain_value(trainer, link, progress.outcome)
+        progress.has_pretrained = True
 
-    for step, phase in phases:  # value warm-up steps, then policy steps
+    for step, phase in progress.phases:  # value warm-up steps, then policy steps
         asked = time.monotonic()
         need = NeedBatch(
             step=step,
             phase=phase,
             num_trajectories=config.schedule.batch_trajectories,
-            policy_version=policy_version,
+            policy_version=progress.policy_version,
         )
         batch: Batch = link.request(need, Batch)
 
         received = time.monotonic()
-        share = trainer.share_of_batch(batch.trajectories, policy_version)
+        share = trainer.share_of_batch(batch.trajectories, progress.policy_version)
         result = sao_step(trainer.models, share, config, trains_policy=phase == TRAIN)
 
         trained = time.monotonic()
         push_metrics = {}
         if result.has_updated_policy:
-            policy_version += 1
-            push_metrics = pusher.push(policy_version)
+            progress.policy_version += 1
+            push_metrics = pusher.push(progress.policy_version)
 
         pushed = time.monotonic()
         times = {
@@ -62,25 +62,25 @@ def train(trainer: Trainer, link: SchedulerLink, pusher: Pusher, export_folder: 
         report = StepReport(
             step=step,
             phase=phase,
-            policy_version=policy_version,
+            policy_version=progress.policy_version,
             is_trained=result.has_trained,
             metrics=result.metrics | push_metrics | times,
         )
         link.request(report, Ack)
 
-        outcome.add(phase, result.metrics, result.num_skipped_updates)
-        phases.end_warmup_if_value_explains(result.metrics)
-        if phases.evaluation_is_due:
-            link.request(EvalRequest(name=f"step-{step}"), EvalResult)
+        progress.finish_step(phase, result)
+        if progress.phases.evaluation_is_due:
+            evaluated: EvalResult = link.request(EvalRequest(name=f"step-{step}"), EvalResult)
+            progress.add_evaluation(evaluated.pass_rate)
 
     after: EvalResult = link.request(EvalRequest(name="after"), EvalResult)
     summary = {
-        "pass_rate_before": before.pass_rate,
+        "pass_rate_before": progress.pass_rate_before,
         "pass_rate_after": after.pass_rate,
         "steps": float(config.run.steps),
-        "policy_version": float(policy_version),
+        "policy_version": float(progress.policy_version),
         "frozen_tensors_unchanged": float(trainer.check_frozen()),
-        **outcome.summary(),
+        **progress.outcome.summary(),
     }
     export_policy(trainer, export_folder)
     link.request(Goodbye(reason="finished", result=summary), Ack)

@@ -8,24 +8,18 @@ import pytest
 import torch
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
-from megatron.core import dist_checkpointing
 from megatron_sao.config import load_config
 from megatron_sao.convert.family import read_shape
 from megatron_sao.errors import CheckpointError
 from megatron_sao.models import conversion
 from megatron_sao.models.build import build_model
-from megatron_sao.models.checkpoint import (
-    StoredWeights,
-    _SaveInThisProcess,
-    load_saved_weights,
-    save_weights,
-    weight_shards,
-)
+from megatron_sao.models.checkpoint import StoredWeights, load_saved_weights, weight_shards
 from megatron_sao.models.conversion import hf_to_megatron, megatron_to_hf
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.models.weights import Exporter, load_weights, model_tensors
 from megatron_sao.parallel.init import start_world
+from tests.support.checkpoints import save_shards, save_weights
 from tests.support.families import FAMILIES, FAMILIES_WITH_MTP, YARN, make_family_folder
 from tests.support.folders import read_weights, write_weights
 from tests.support.ranks import RankFailure, run_ranks
@@ -295,9 +289,7 @@ def saved_stacked(cases):
         (chunk,), hf, shape = model_of(folder, config)
         load_weights([chunk], hf, shape, world)
         destination.mkdir()
-        state = {"model": weight_shards(chunk, shape, {})}
-        content = {"singleton_local_shards": False}
-        dist_checkpointing.save(state, str(destination), _SaveInThisProcess(), content_metadata=content)
+        save_shards(weight_shards(chunk, shape, {}), destination, content={"singleton_local_shards": False})
 
 
 def test_a_checkpoint_with_stacked_layers_and_experts_is_read(sources, tmp_path):
