@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_sao.cli.local import engine_settings
+from megatron_sao.cli.kept_engine import engine_settings
 from megatron_sao.cli.options import run_command
 from megatron_sao.cli.files import EXPORT_FOLDER
 from megatron_sao.config import load_config

@@ -11,18 +11,19 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_sao.cli.child import ChildProcess
 from megatron_sao.cli.files import CONFIG_FILE, EXPORT_FOLDER, RESULT_FILE
+from megatron_sao.cli.kept_engine import KeptEngine, engine_settings
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model
 from megatron_sao.config import Config, check_one_machine, describe, to_toml
 from megatron_sao.errors import EngineError, ProtocolError, SaoError
 from megatron_sao.observe.progress import Progress
-from megatron_sao.rollout.engine_process import EngineProcess, EngineSettings
+from megatron_sao.rollout.engine_process import EngineProcess
 
 CAUSE_WAIT_S = 10.0  # when a process complains about another: how long that one's own failure may take to be seen
 
@@ -52,7 +53,7 @@ def run(config: Config, started: float) -> None:
     with ExitStack() as running:
         engines = []
         for number in range(config.engine.count):
-            engines.append(KeptEngine(_start_engine(config, number, model_folder, run_folder), config.engine.restarts))
+            engines.append(_start_engine(config, number, model_folder, run_folder))
             running.callback(engines[-1].process.stop)
         trainer = _start_trainer(config, config_path, model_folder, run_folder)
         running.callback(trainer.stop)
@@ -88,31 +89,10 @@ def new_run_folder(path: Path) -> Path:
     return path
 
 
-def engine_settings(
-    config: Config, number: int, model_folder: Path, log_path: Path, port: int | None = None
-) -> EngineSettings:
-    """Settings of engine `number` of a run; `port` instead of the run's own, 0 = a free one."""
-    engine = config.engine
-    return EngineSettings(
-        model_folder=model_folder,
-        log_path=log_path,
-        host=engine.host,
-        port=port if port is not None else engine.port + number if engine.port else 0,
-        dtype=engine.dtype,
-        quantization=engine.quantization,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        kv_cache_bytes=engine.kv_cache_bytes,
-        tensor_parallel=engine.tensor_parallel,
-        num_threads=config.run.threads_per_process,
-        seed=config.run.seed,
-        start_timeout_s=engine.start_timeout_s,
-    )
-
-
-def _start_engine(config: Config, number: int, model_folder: Path, run_folder: Path) -> EngineProcess:
+def _start_engine(config: Config, number: int, model_folder: Path, run_folder: Path) -> KeptEngine:
     log_path = run_folder / "logs" / f"engine-{number}.log"
-    return EngineProcess(engine_settings(config, number, model_folder, log_path)).start()
+    process = EngineProcess(engine_settings(config, number, model_folder, log_path)).start()
+    return KeptEngine(process, config.engine.restarts, say)
 
 
 def _start_scheduler(config_path: Path, model_folder: Path, run_folder: Path, urls: list[str]) -> ChildProcess:
@@ -131,48 +111,6 @@ def _start_trainer(config: Config, config_path: Path, model_folder: Path, run_fo
         "PYTHONWARNINGS": "ignore",  # Megatron's notes on each package that a CPU does not have
     }
     return ChildProcess("trainer", command, run_folder / "logs" / "trainer.log", env)
-
-
-class KeptEngine:
-    """A server that is started again when it dies, once it was ready the first time.
-
-    Args:
-        process: just started.
-        restarts: how many times.
-    """
-
-    def __init__(self, process: EngineProcess, restarts: int):
-        self.process = process
-        self._log_path = Path(process.settings.log_path)
-        self._restarts = restarts
-        self._num_restarts = 0
-        self._is_ready = False
-        self._was_ready = False
-
-    def wait_ready(self, meanwhile: Callable[[], None]) -> float:
-        """Wait for the first start. Returns: seconds it took. Raises: as EngineProcess.wait_ready."""
-        seconds = self.process.wait_ready(meanwhile)
-        self._is_ready = self._was_ready = True
-        return seconds
-
-    def check(self) -> None:
-        """Effect: starts it again if it has died. Raises: EngineError when it has died too often."""
-        try:
-            if self._is_ready or not self._was_ready:
-                self.process.check_alive()
-            elif self.process.is_ready():
-                self._is_ready = True
-                say(f"engine {self.process.url} is back; the next push takes it in")
-        except EngineError as error:
-            if not self._was_ready or self._num_restarts == self._restarts:
-                raise
-            self._start_again(str(error))
-
-    def _start_again(self, reason: str) -> None:
-        self._num_restarts += 1
-        self._is_ready = False
-        say(f"{reason.splitlines()[0].rstrip(':')}; starting it again ({self._num_restarts} of {self._restarts})")
-        self.process.start_again(self._log_path.with_suffix(f".{self._num_restarts}.log"))
 
 
 def _wait_until_ready(engines: list[KeptEngine], others: list[ChildProcess]) -> None:

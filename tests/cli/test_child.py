@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -203,57 +202,3 @@ def test_the_cause_is_reported_not_its_consequences(monkeypatch, engine, schedul
 
 def test_nothing_is_reported_while_all_is_well():
     local._check([Engine(None)], [Ended(None), Ended(None)])
-
-
-# ---- an engine that is started again ---------------------------------------------------------------------------
-
-
-class Server:
-    """An EngineProcess that dies when told to and needs some looks until it is ready."""
-
-    def __init__(self, tmp_path):
-        self.settings = SimpleNamespace(log_path=tmp_path / "engine-0.log")
-        self.url, self.is_dead, self.logs = "http://127.0.0.1:1", False, []
-        self.num_looks = 0
-
-    def wait_ready(self, meanwhile):
-        meanwhile()
-        return 1.0
-
-    def check_alive(self):
-        if self.is_dead:
-            raise EngineError("the engine has ended:\n  because")
-
-    def is_ready(self):
-        self.check_alive()
-        self.num_looks += 1
-        return self.num_looks == 3
-
-    def start_again(self, log_path):
-        self.is_dead, self.num_looks = False, 0
-        self.logs.append(log_path.name)
-
-
-def test_an_engine_is_started_again_so_often_and_no_more(tmp_path, capsys):
-    server = Server(tmp_path)
-    engine = local.KeptEngine(server, restarts=2)
-    engine.wait_ready(meanwhile=engine.check)
-    for _ in range(2):
-        server.is_dead = True
-        for _ in range(4):
-            engine.check()
-    said = capsys.readouterr().out
-    assert "the engine has ended; starting it again (1 of 2)" in said and "(2 of 2)" in said
-    assert said.count("is back; the next push takes it in") == 2
-    assert server.logs == ["engine-0.1.log", "engine-0.2.log"]
-    server.is_dead = True
-    with pytest.raises(EngineError, match="because"):
-        engine.check()
-
-
-def test_an_engine_that_never_was_ready_is_not_started_again(tmp_path):
-    server = Server(tmp_path)
-    server.is_dead = True
-    with pytest.raises(EngineError):
-        local.KeptEngine(server, restarts=2).check()
-    assert server.logs == []
