@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_sao.config import Config, check_device, check_world_size
+from megatron_sao.config.devices import device_index
 from megatron_sao.config.parallel import Parallel
 
 
@@ -48,7 +49,9 @@ def start_world(run_config: Config) -> World:
     check_device(run_config, torch.cuda.is_available())
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # does nothing on a CPU
+        if torch.cuda.is_available():
+            local_rank = int(os.environ.get("LOCAL_RANK", 0))
+            torch.cuda.set_device(device_index(local_rank, torch.cuda.device_count()))
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
     make_groups(config)
     torch.manual_seed(seed)
