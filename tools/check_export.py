@@ -1,6 +1,6 @@
 """Does an exported policy do what the trained one did? A fresh engine on RUN/export against RUN/greedy.json.
 
-    source launch/env.sh; python tools/check_export.py runs/local
+    source launch/env.sh; python tools/check_export.py runs/local [--dry-run]
 
 Starts one vLLM server on the exported folder, continues greedily the prompts that the engines of the run continued
 after the last push, and prints
@@ -10,6 +10,7 @@ after the last push, and prints
 Exit code 0 only if every output is equal and no log-prob differs by more than 1e-4.
 """
 
+import argparse
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,16 +25,26 @@ from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.engine_client import EngineClient
 from megatron_sao.rollout.engine_process import EngineProcess
 from megatron_sao.rollout.greedy import GREEDY_FILE, Continuation, GreedyRecord, compare, continue_greedily
+from megatron_sao.transport.hf_shapes import check_model_folder
 
 MAX_LOGP_DIFF = 1e-4
 
 
 def main(argv: Sequence[str]) -> int:
-    if len(argv) != 1:
-        raise ConfigError("usage: python tools/check_export.py RUN_FOLDER")
-    run_folder = Path(argv[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run_folder", metavar="RUN_FOLDER", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="check that all is there, start nothing, and exit")
+    options = parser.parse_args(argv)
+    run_folder = options.run_folder
     record = _read_record(run_folder / GREEDY_FILE)
     config = load_config(run_folder / "config.toml")
+    if options.dry_run:
+        num_tensors = len(check_model_folder(run_folder / EXPORT_FOLDER))
+        print(
+            f"dry run, nothing started. One engine on {run_folder / EXPORT_FOLDER} ({num_tensors} tensors) would"
+            f" continue {len(record.continuations)} prompts of version {record.policy_version}"
+        )
+        return 0
     with EngineProcess(
         engine_settings(config, 0, run_folder / EXPORT_FOLDER, run_folder / "logs" / "check_export.log", port=0)
     ).start() as engine:

@@ -1,7 +1,7 @@
 """Does a HF folder come back bit by bit from a conversion to Megatron and back?
 
     source launch/env.sh
-    python tools/check_roundtrip.py HF_DIR [--scratch FOLDER]
+    python tools/check_roundtrip.py HF_DIR [--scratch FOLDER] [--dry-run]
 
 Converts into a scratch folder (which needs twice the model's size on disk and is removed again) and prints
 
@@ -19,6 +19,7 @@ import torch
 
 from megatron_sao.cli.options import run_command
 from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.new_folder import free_bytes
 from megatron_sao.observe.progress import BytesProgress
 
 
@@ -26,13 +27,20 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("hf_dir", metavar="HF_DIR")
     parser.add_argument("--scratch", metavar="FOLDER", help="where the two copies are written; default: beside HF_DIR")
+    parser.add_argument("--dry-run", action="store_true", help="read the folder's lists, say what is needed, and exit")
     options = parser.parse_args(argv)
     before = HFFolder(options.hf_dir)
+    scratch = Path(options.scratch or Path(options.hf_dir).resolve().parent)
+    if options.dry_run:
+        print(
+            f"dry run, nothing written. {len(before.names())} tensors of {before.num_bytes / 1e9:.2f} GB would be"
+            f" written twice below {scratch}, where {free_bytes(scratch) / 1e9:.2f} GB are free"
+        )
+        return 0
 
     import megatron_sao.parallel  # noqa: F401  makes megatron.core importable without CUDA
     from megatron_sao.models.conversion import hf_to_megatron, megatron_to_hf
 
-    scratch = Path(options.scratch or Path(options.hf_dir).resolve().parent)
     with tempfile.TemporaryDirectory(prefix="roundtrip-", dir=scratch) as folder:
         there, back = Path(folder) / "megatron", Path(folder) / "hf"
         with BytesProgress("there") as progress:

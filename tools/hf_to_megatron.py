@@ -1,7 +1,7 @@
 """A HF model folder as a Megatron distributed checkpoint, which loads into any layout of ranks.
 
     source launch/env.sh
-    python tools/hf_to_megatron.py HF_DIR OUT [--role policy|value] [--config CONFIG.toml]
+    python tools/hf_to_megatron.py HF_DIR OUT [--role policy|value] [--config CONFIG.toml] [--dry-run]
 
 One process on a CPU, parameter by parameter: memory does not grow with the model. With a configuration, the model must
 fit its [parallel] axes, and a value head gets the outputs that its [value] asks for (without: one). The head of a value
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from megatron_sao.cli.options import run_command
 from megatron_sao.config import check_model_fits, load_config
 from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.new_folder import announcement
 from megatron_sao.observe.progress import BytesProgress
 
 
@@ -23,8 +24,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--role", choices=("policy", "value"), default="policy")
     parser.add_argument("--config", help="configuration of the run that the checkpoint is for")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be written, and exit")
     options = parser.parse_args(argv)
-    hf_config = HFFolder(options.hf_dir).config  # names what is missing or truncated before Megatron is imported
+    folder = HFFolder(options.hf_dir)  # names what is missing or truncated before Megatron is imported
     outputs = 1
 
     import megatron_sao.parallel  # noqa: F401  makes megatron.core importable without CUDA
@@ -32,11 +34,15 @@ def main(argv: Sequence[str]) -> None:
     from megatron_sao.models.conversion import hf_to_megatron
     from megatron_sao.train.values import ValueReadout
 
+    shape = read_shape(folder.config)
     if options.config:
         config = load_config(options.config, [])
-        check_model_fits(config, hf_config)
-        check_stage_starts(read_shape(hf_config), config.parallel)
+        check_model_fits(config, folder.config)
+        check_stage_starts(shape, config.parallel)
         outputs = ValueReadout(config.value).num_outputs
+    if options.dry_run:
+        print(announcement(options.out, len(folder.names()), folder.num_bytes))
+        return
     with BytesProgress("convert") as progress:
         done = hf_to_megatron(
             options.hf_dir, options.out, options.role, num_value_outputs=outputs, report=progress.update

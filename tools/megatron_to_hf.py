@@ -1,7 +1,7 @@
 """A Megatron distributed checkpoint, of a policy or a value model and from any layout, as a HF model folder.
 
     source launch/env.sh
-    python tools/megatron_to_hf.py CKPT OUT_DIR [--source HF_DIR] [--quantize fp8]
+    python tools/megatron_to_hf.py CKPT OUT_DIR [--source HF_DIR] [--quantize fp8] [--dry-run]
 
 Configuration, tokenizer and tensors that the model does not train are taken from the checkpoint's own `hf` folder, or
 from HF_DIR. With --quantize the matrices become FP8 (megatron_sao/models/quantize.py says which, and how); the model in
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_sao.cli.options import run_command
-from megatron_sao.errors import CheckpointError
+from megatron_sao.models.new_folder import announcement, refuse_existing
 from megatron_sao.observe.progress import BytesProgress
 
 
@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("out_dir", metavar="OUT_DIR")
     parser.add_argument("--source", metavar="HF_DIR", help="HF folder that the checkpoint's model came from")
     parser.add_argument("--quantize", choices=("fp8",), help="make the matrices FP8, in blocks of 128 x 128")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be written, and exit")
     options = parser.parse_args(argv)
 
     import megatron_sao.parallel  # noqa: F401  makes megatron.core importable without CUDA
@@ -34,14 +35,24 @@ def main(argv: Sequence[str]) -> None:
             return megatron_to_hf(options.checkpoint, destination, hf_source=options.source, report=progress.update)
 
     out_dir = Path(options.out_dir)
+    if options.dry_run:
+        from megatron_sao.models.conversion import announced_tensors
+        from megatron_sao.models.hf_writer import num_bytes
+
+        if options.quantize:
+            from megatron_sao.models.quantize import check_modelopt
+
+            check_modelopt()
+        tensors = announced_tensors(options.checkpoint, options.source)
+        print(announcement(out_dir, len(tensors), sum(num_bytes(*one) for one in tensors.values())))
+        return
     if not options.quantize:
         print(f"{out_dir}: {convert(out_dir)} HF tensors")
         return
     from megatron_sao.models.quantize import check_modelopt, quantize_folder
 
     check_modelopt()  # what is missing is said before hours of conversion, not after
-    if out_dir.exists():
-        raise CheckpointError(f"{out_dir} exists already; remove it or name another folder")
+    refuse_existing(out_dir)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out_dir.name}.unquantized-", dir=out_dir.parent) as folder:
         count = convert(Path(folder, "hf"))

@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_sao.cli.options import Options, parse_options, run_command
+from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
 from megatron_sao.cli.plan_push import print_push
-from megatron_sao.config import Config, check_model_fits, load_config
+from megatron_sao.config import Config, check_model_fits, describe, load_config
 from megatron_sao.convert.family import check_stage_starts, read_shape
 from megatron_sao.errors import ConfigError
 from megatron_sao.transport.forecast import Link
@@ -42,12 +42,15 @@ _VALUES = {
     "message-us": f"of --push: what a message costs besides its bytes, in microseconds (default {MESSAGE_US:g})",
     "load-us": f"of --push: what a worker needs to load a piece, in microseconds (default {LOAD_US:g})",
 }
-_SWITCHES = {"push": "predict a weight push from the trainer to the engines instead"}
+_SWITCHES = DRY_RUN | {"push": "predict a weight push from the trainer to the engines instead"}
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse_options(argv, about=_ABOUT, values=_VALUES, switches=_SWITCHES)
     config = _config(options)
+    if "dry-run" in options.switches:
+        print(describe(config))
+        return 0
     gpu_gib = _number(options, "gpu-gib", GPU_GIB)
     reserve_gib = _number(options, "reserve-gib", RESERVE_GIB)
     if reserve_gib >= gpu_gib:

@@ -21,7 +21,7 @@ import msgspec
 
 from megatron_sao.cli.files import ADDRESS_FILE, LEDGER_FILE, SUMMARY_FILE
 from megatron_sao.cli.options import Options, parse_options, run_command
-from megatron_sao.config import Config, derived_numbers
+from megatron_sao.config import Config, derived_numbers, describe
 from megatron_sao.errors import ConfigError, EngineError, ProtocolError
 from megatron_sao.observe.metrics import MetricsSink
 from megatron_sao.observe.progress import Progress
@@ -56,8 +56,11 @@ _SHOWN = {"pass": "rollout/pass_rate", "lag": "lag/mean", "wait_s": "schedule/wa
 def main(argv: Sequence[str]) -> None:
     """Run the scheduler until the trainer says Goodbye."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    options = parse_options(argv, about=_ABOUT, switches={}, values=_VALUES)
+    options = parse_options(argv, about=_ABOUT, values=_VALUES)
     config = options.load_config()
+    if "dry-run" in options.switches:
+        print(describe(config))
+        return
     run_folder, model, engines = _required(options)
     ledger_path = run_folder / LEDGER_FILE
     if ledger_path.exists():

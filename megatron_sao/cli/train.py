@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_sao.cli.files import ADDRESS_FILE, EXPORT_FOLDER, RESULT_FILE
-from megatron_sao.cli.options import parse_options, run_command
+from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
 from megatron_sao.cli.preflight import check_model
 from megatron_sao.cli.stop import stop_on_sigterm
 from megatron_sao.cli.trainer_process import rank_log
-from megatron_sao.config import Config, check_is_built, check_nodes, check_world_size
+from megatron_sao.config import Config, check_is_built, check_nodes, check_world_size, describe
 from megatron_sao.errors import ConfigError, ProtocolError, SaoError
 
 SCHEDULER_WAIT_S = 300.0
@@ -43,7 +43,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _main(argv: Sequence[str]) -> None:
-    options = parse_options(argv, about=_ABOUT, values=_VALUES, switches=_SWITCHES)
+    options = parse_options(argv, about=_ABOUT, values=_VALUES, switches=DRY_RUN | _SWITCHES)
+    if "dry-run" in options.switches:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(describe(options.load_config()))
+        return
     if "run-folder" in options.values:
         _begin(Path(options.values["run-folder"]), "own-log" in options.switches)
     config = options.load_config()

@@ -46,7 +46,7 @@ from megatron_sao.models.checkpoint import (
     weight_shards,
 )
 from megatron_sao.models.hf_folder import HFFolder
-from megatron_sao.models.hf_writer import HFWriter, copy_side_files, num_bytes
+from megatron_sao.models.hf_writer import Announced, HFWriter, copy_side_files, num_bytes
 from megatron_sao.models.new_folder import new_folder
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.models.weights import (
@@ -295,16 +295,55 @@ def megatron_to_hf(
             were not trained, indexers that no layer uses) from, where the checkpoint has no `hf` folder.
     Raises: CheckpointError before anything is written for files or tensors that are missing or of another shape.
     """
+    with _way_back(source, hf_source) as way, new_folder(destination) as partial:
+        total = sum(num_bytes(*one) for one in way.announced.values())
+        done = 0
+        with HFWriter(partial, way.announced, max_file_bytes) as writer:
+            for parameter in way.parameters:
+                tensor = _read(parameter, way.stored)
+                for hf_name, whole in _hf_tensors(parameter, tensor):
+                    for name in [hf_name, *(copy for copy, of in way.copies.items() if of == hf_name)]:
+                        writer.write(name, whole)
+                        done += whole.nbytes
+                report(done, total)
+            for name in way.carried:
+                writer.write(name, way.rest.folder.read_whole(name))
+        hf_config = way.rest.config
+        if not any(mtp_part(name, read_shape(hf_config)) for name in way.announced):
+            hf_config = hf_config | {field: 0 for field in MTP_COUNT if hf_config.get(field)}
+        (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+        copy_side_files(way.rest.path, partial)
+        HFFolder(partial)  # opens
+    return len(way.announced)
+
+
+def announced_tensors(source: str | Path, hf_source: str | Path | None = None) -> Announced:
+    """What `megatron_to_hf` would write. Raises: as it does."""
+    with _way_back(source, hf_source) as way:
+        return way.announced
+
+
+@dataclass
+class _WayBack:
+    """Everything that is known before the first tensor is read."""
+
+    stored: StoredWeights
+    rest: "_Rest"
+    parameters: list[_Parameter]
+    copies: dict[str, str]  # HF name -> the one whose values it repeats
+    carried: list[str]  # HF names that come from `rest`
+    announced: Announced
+
+
+@contextmanager
+def _way_back(source: str | Path, hf_source: str | Path | None) -> Iterator[_WayBack]:
     stored = StoredWeights(source)
     rest = _Rest(stored, Path(hf_source) if hf_source else stored.path / HF_PART)
-    hf_config, shape = rest.config, read_shape(rest.config)
+    shape = read_shape(rest.config)
     role = stored.common.get("role", "policy")
     with_mtp = any(name.startswith("mtp.") for name in stored.shapes)
     outputs = stored.shapes.get("output_layer.weight", (1,))[0]
-    with (
-        new_folder(destination) as partial,
-        _model(role, shape, hf_config, stored.content, with_mtp=with_mtp, outputs=outputs) as parameters,
-    ):
+    with _model(role, shape, rest.config, stored.content, with_mtp=with_mtp, outputs=outputs) as parameters:
         stored.check({str(number): parameter.shard for number, parameter in enumerate(parameters)})
         _check_all_taken(stored, parameters)
         for parameter in parameters:
@@ -316,25 +355,8 @@ def megatron_to_hf(
             | {name: converted[original] for name, original in copies.items()}
             | {name: (rest.folder.dtype(name), rest.folder.shape(name)) for name in carried}
         )
-        total = sum(num_bytes(*one) for one in announced.values())
-        done = 0
-        with HFWriter(partial, announced, max_file_bytes) as writer:
-            for parameter in parameters:
-                tensor = _read(parameter, stored)
-                for hf_name, whole in _hf_tensors(parameter, tensor):
-                    for name in [hf_name, *(copy for copy, of in copies.items() if of == hf_name)]:
-                        writer.write(name, whole)
-                        done += whole.nbytes
-                report(done, total)
-            for name in carried:
-                writer.write(name, rest.folder.read_whole(name))
-        if not any(mtp_part(name, shape) for name in announced):
-            hf_config = hf_config | {field: 0 for field in MTP_COUNT if hf_config.get(field)}
-        (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-        copy_side_files(rest.path, partial)
-        HFFolder(partial)  # opens
+        yield _WayBack(stored, rest, parameters, copies, carried, announced)
     CachedMetadataFileSystemReader.clear_metadata_cache()
-    return len(announced)
 
 
 class _Rest:

@@ -6,6 +6,7 @@ experts that the names of all other folders give, so that nothing else needs to 
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +119,11 @@ class HFFolder:
     def dtype(self, name: str) -> torch.dtype:
         """Number format of a tensor that the folder holds."""
         return self._stored[name].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(one.dtype.itemsize * math.prod(one.shape) for one in self._stored.values())
 
     def read(self, name: str, full_shape: tuple[int, ...], dim: int, start: int, length: int) -> torch.Tensor:
         """[start, start + length) along `dim` of a tensor of the expected full shape; only those bytes are read.

@@ -21,8 +21,8 @@ def new_folder(destination: str | Path, *, replace: bool = False) -> Iterator[Pa
     Raises: CheckpointError when `destination` exists and may not be replaced.
     """
     destination = Path(destination)
-    if destination.exists() and not replace:
-        raise CheckpointError(f"{destination} exists already; remove it or name another folder")
+    if not replace:
+        refuse_existing(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=destination.name + ".partial-", dir=destination.parent))
     partial.chmod(0o755)  # as mkdir would have made it
@@ -36,3 +36,29 @@ def new_folder(destination: str | Path, *, replace: bool = False) -> Iterator[Pa
         destination.rename(old)
     partial.rename(destination)  # refuses to take the place of a folder that came into being meanwhile
     shutil.rmtree(old, ignore_errors=True)
+
+
+def refuse_existing(destination: str | Path) -> None:
+    """Raises: CheckpointError when there is something at `destination` already."""
+    if Path(destination).exists():
+        raise CheckpointError(f"{destination} exists already; remove it or name another folder")
+
+
+def free_bytes(destination: str | Path) -> int:
+    """Bytes free on the file system that `destination` lies on, or will lie on."""
+    path = Path(destination).absolute()
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+
+
+def announcement(destination: str | Path, num_tensors: int, num_bytes: int) -> str:
+    """What a dry run says of a folder that would be written.
+
+    Raises: CheckpointError when `destination` exists.
+    """
+    refuse_existing(destination)
+    free = free_bytes(destination)
+    lack = "" if num_bytes <= free else ": not enough"
+    return (
+        f"dry run, nothing written. {destination} would hold {num_tensors} HF tensors, {num_bytes / 1e9:.2f} GB;"
+        f" {free / 1e9:.2f} GB are free there{lack}"
+    )

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.errors import CheckpointError, ConfigError
 from megatron_sao.models.checkpoint import StoredWeights
+from megatron_sao.rollout.greedy import GREEDY_FILE, GreedyRecord
 from tests.support.families import make_family_folder
 from tests.support.folders import read_weights, write_shards
 
@@ -32,9 +34,12 @@ def folder(tmp_path):
 
 def test_a_round_trip_is_checked_and_leaves_nothing(folder, capsys):
     before = sorted(path.name for path in folder.parent.iterdir())
+    count = len(read_weights(folder))
+    assert main_of("check_roundtrip")([str(folder), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"dry run, nothing written. {count} tensors of ") and f" below {folder.parent}, " in said
     assert main_of("check_roundtrip")([str(folder)]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    count = len(read_weights(folder))
     assert said == f"CHECK roundtrip tensors={count} equal={count} missing=0 added=0 config_equal=True"
     assert sorted(path.name for path in folder.parent.iterdir()) == before
 
@@ -50,6 +55,45 @@ def test_both_tools_say_what_they_did(folder, tmp_path, capsys):
     main_of("megatron_to_hf")([str(tmp_path / "value"), str(tmp_path / "back")])
     assert "HF tensors" in capsys.readouterr().out
     assert list(read_weights(tmp_path / "back")["value_head.weight"].shape) == [7, 64]
+
+
+def test_a_dry_run_says_what_the_conversion_then_writes(folder, tmp_path, capsys):
+    def says(tool, *arguments):
+        main_of(tool)([str(argument) for argument in arguments])
+        return capsys.readouterr().out.splitlines()[-1]
+
+    def check(said, out, again):
+        assert said.startswith(f"dry run, nothing written. {out} would hold ") and said.endswith(" GB are free there")
+        assert not out.exists()
+        assert f" would hold {again.split(': ')[1].split(' ')[0]} HF tensors, " in said
+
+    there, back = tmp_path / "there", tmp_path / "back"
+    count = len(read_weights(folder))
+    said = says("hf_to_megatron", folder, there, "--dry-run")
+    check(said, there, f": {count} ")
+    says("hf_to_megatron", folder, there)
+    said = says("megatron_to_hf", there, back, "--dry-run")
+    check(said, back, says("megatron_to_hf", there, tmp_path / "again"))
+    for tool, source, out in (("hf_to_megatron", folder, there), ("megatron_to_hf", there, tmp_path / "again")):
+        with pytest.raises(CheckpointError, match="exists already"):
+            main_of(tool)([str(source), str(out), "--dry-run"])
+
+
+def test_a_dry_check_of_an_export_wants_all_files_and_starts_nothing(folder, tmp_path, capsys):
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match="greedy.json cannot be read"):
+        main_of("check_export")([str(run_folder), "--dry-run"])
+    record = GreedyRecord(policy_version=7, max_tokens=4, stop_token_ids=[0], continuations=[])
+    (run_folder / GREEDY_FILE).write_bytes(msgspec.json.encode(record))
+    with pytest.raises(CheckpointError, match="export does not exist"):
+        main_of("check_export")([str(run_folder), "--dry-run"])
+    folder.rename(run_folder / "export")
+    (run_folder / "export" / "tokenizer.json").write_text("{}")
+    assert main_of("check_export")([str(run_folder), "--dry-run"]) == 0
+    assert "would continue 0 prompts of version 7" in capsys.readouterr().out
+    assert not (run_folder / "logs").exists()
 
 
 def test_a_layout_that_the_model_does_not_fit_is_refused(folder, tmp_path):
