@@ -1,7 +1,7 @@
 """One host's share of the trainer, or the scheduler, of a prepared run; `launch/node.sh` starts it.
 
-    python -m megatron_sao.cli.node trainer RUN_FOLDER [--nodes N --node-rank K --rendezvous HOST:PORT]
-    python -m megatron_sao.cli.node scheduler RUN_FOLDER [--host ADDRESS]
+    python -m megatron_sao.cli.node trainer RUN_FOLDER [--nodes N --node-rank K --rendezvous HOST:PORT] [--dry-run]
+    python -m megatron_sao.cli.node scheduler RUN_FOLDER [--host ADDRESS] [--dry-run]
 
 It starts the processes, waits, and ends as they do, with the cause as its message. It passes the wish to stop on to
 the whole run (`cli/stop.py`), and nothing that it started outlives it.
@@ -19,7 +19,7 @@ from megatron_sao.cli.network import interface_of, own_address, resolve, split_e
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.cli.stop import StopOnSignal
 from megatron_sao.cli.trainer_process import TrainerHost, start_trainer
-from megatron_sao.config import Config, load_config
+from megatron_sao.config import Config, describe, load_config
 from megatron_sao.errors import ConfigError, SaoError
 
 CONNECT_TIMEOUT_S = 5.0  # of one attempt to reach host 0
@@ -40,10 +40,10 @@ def main(argv: Sequence[str]) -> None:
     }
     role = argv[0] if argv else ""
     if role not in starts:
-        parse_options(argv, about=_ABOUT, switches={}, values={**_TRAINER_VALUES, **_SCHEDULER_VALUES})
+        parse_options(argv, about=_ABOUT, values={**_TRAINER_VALUES, **_SCHEDULER_VALUES})
         raise ConfigError(f"say first what to run, {' or '.join(starts)}; {role!r} is neither")
     values, start = starts[role]
-    options = parse_options(argv[1:], about=_ABOUT, switches={}, values=values)
+    options = parse_options(argv[1:], about=_ABOUT, values=values)
     if options.config_path is None:
         raise ConfigError(f"the run folder is missing: {role} RUN_FOLDER ...; prepare prints it")
     if options.overrides:
@@ -54,6 +54,12 @@ def main(argv: Sequence[str]) -> None:
     def say(message: str) -> None:
         print(f"[{role}] {message}", flush=True)
 
+    if "dry-run" in options.switches:
+        print(describe(config))
+        if role == "trainer":
+            host = trainer_host(options.values, config)
+            say(f"would be host {host.number} of {host.num_hosts}, at {host.address} ({host.interface})")
+        return
     stop = StopOnSignal(run_folder, config.checkpoint.stop_grace_s, say)
     child = start(options, config, run_folder)
     say(f"run folder {run_folder}, log {child.log_path}")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 CLONE = Path(__file__).parents[2]
-COMMANDS = sorted(p.stem for p in (CLONE / "megatron_sao" / "cli").glob("*.py") if "run_command(main)" in p.read_text())
+ALL = sorted(p.stem for p in (CLONE / "megatron_sao" / "cli").glob("*.py") if "run_command(main)" in p.read_text())
+COMMANDS = [name for name in ALL if name not in ("engines", "node", "slurm")]  # these take the folder of a prepared run
 TOOLS = sorted((CLONE / "tools").glob("*.py"))
 
 
@@ -23,6 +24,22 @@ def test_a_command_prints_the_resolved_configuration_and_leaves_nothing(command,
     said = capsys.readouterr().out
     assert 'name = "dry"' in said and "# trainer_ranks " in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_a_command_offers_it(command, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"megatron_sao.cli.{command}").main(["--help"])
+    assert "  --dry-run " in capsys.readouterr().out
+
+
+def test_a_dry_node_says_which_host_it_would_be(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("[parallel]\ndp = 2\n")
+    main = importlib.import_module("megatron_sao.cli.node").main
+    place = ["--nodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:29400"]
+    main(["trainer", str(tmp_path), *place, "--dry-run"])
+    assert "would be host 1 of 2, at 127.0.0.1 (lo)" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
