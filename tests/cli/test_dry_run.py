@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 CLONE = Path(__file__).parents[2]
-ALL = sorted(p.stem for p in (CLONE / "megatron_sao" / "cli").glob("*.py") if "run_command(main)" in p.read_text())
-COMMANDS = [name for name in ALL if name not in ("engines", "node", "slurm")]  # these take the folder of a prepared run
+_SOURCES = {path.stem: path.read_text() for path in (CLONE / "megatron_sao" / "cli").glob("*.py")}
+ALL = sorted(name for name, text in _SOURCES.items() if "run_command(main)" in text and "parse_options(" in text)
+COMMANDS = [name for name in ALL if name not in ("engines", "node")]  # these take the folder of a prepared run
 TOOLS = sorted((CLONE / "tools").glob("*.py"))
 
 
