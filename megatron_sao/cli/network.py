@@ -1,11 +1,51 @@
-"""Addresses and network interfaces of this host, as seen from another host of the run."""
+"""This host's place among those of a run: its number, and its address and network interface as the others see them."""
 
 import ipaddress
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import psutil
 
 from megatron_sao.errors import ConfigError
+
+PLACE_VALUES = {
+    "nodes": "hosts that do the same (default 1)",
+    "node-rank": "number of this host among them, from 0",
+    "rendezvous": "HOST:PORT where the trainer's hosts meet: its host 0 as the others reach it, and any free port there",
+}
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """One host among those that do the same. The defaults are those of a run on one machine."""
+
+    rendezvous: tuple[str, int] | None = None  # (address of trainer host 0, port); None = all is on this host
+    number: int = 0  # of this host
+    num_hosts: int = 1
+    address: str = "127.0.0.1"  # of this host, as the others reach it
+    interface: str = "lo"  # network interface of gloo and NCCL
+
+
+def host_place(values: Mapping[str, str], interface: str) -> HostPlace:
+    """This host's place.
+
+    Args:
+        values: what the command line says of PLACE_VALUES.
+        interface: network interface of gloo and NCCL; empty = the one that reaches trainer host 0.
+    Raises: ConfigError.
+    """
+    num_hosts, number = (_number(values, name, default) for name, default in (("nodes", 1), ("node-rank", 0)))
+    if number >= num_hosts:
+        raise ConfigError(f"--node-rank {number}: with --nodes {num_hosts} hosts are numbered 0 to {num_hosts - 1}")
+    if "rendezvous" not in values:
+        if num_hosts > 1:
+            raise ConfigError(f"--rendezvous is missing: {PLACE_VALUES['rendezvous']}")
+        return HostPlace(interface=interface or "lo")
+    name, port = split_endpoint(values["rendezvous"], "--rendezvous")
+    meeting = resolve(name)
+    address = own_address(meeting)
+    return HostPlace((meeting, port), number, num_hosts, address, interface or interface_of(address))
 
 
 def split_endpoint(endpoint: str, option: str) -> tuple[str, int]:
@@ -46,3 +86,10 @@ def interface_of(address: str) -> str:
         if any(entry.address.partition("%")[0] == address for entry in addresses):
             return name
     raise ConfigError(f"no network interface of this host has the address {address}; set parallel.interface")
+
+
+def _number(values: Mapping[str, str], name: str, default: int) -> int:
+    text = values.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"--{name} {text} is no whole number")
+    return int(text)

@@ -15,41 +15,31 @@ from pathlib import Path
 
 from megatron_sao.cli.child import ChildProcess
 from megatron_sao.cli.files import CONFIG_FILE, LOGS_FOLDER
-from megatron_sao.cli.network import interface_of, own_address, resolve, split_endpoint
+from megatron_sao.cli.network import PLACE_VALUES, HostPlace, host_place
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.cli.stop import StopOnSignal
-from megatron_sao.cli.trainer_process import TrainerHost, start_trainer
+from megatron_sao.cli.trainer_process import start_trainer
 from megatron_sao.config import Config, describe, load_config
 from megatron_sao.errors import ConfigError, SaoError
 
 CONNECT_TIMEOUT_S = 5.0  # of one attempt to reach host 0
 
 _ABOUT = "Run one host's share of the trainer, or the scheduler, of a prepared run: trainer|scheduler RUN_FOLDER."
-_TRAINER_VALUES = {
-    "nodes": "hosts of the trainer (default 1)",
-    "node-rank": "number of this host among them, from 0",
-    "rendezvous": "HOST:PORT where the hosts meet: trainer host 0 as the others reach it, and any free port there",
-}
 _SCHEDULER_VALUES = {"host": "address to listen on for trainer rank 0 (default 127.0.0.1: it runs on this host)"}
 
 
 def main(argv: Sequence[str]) -> None:
     starts: dict[str, tuple[dict[str, str], Callable[[Options, Config, Path], ChildProcess]]] = {
-        "trainer": (_TRAINER_VALUES, _start_trainer),
+        "trainer": (PLACE_VALUES, _start_trainer),
         "scheduler": (_SCHEDULER_VALUES, _start_scheduler),
     }
     role = argv[0] if argv else ""
     if role not in starts:
-        parse_options(argv, about=_ABOUT, values={**_TRAINER_VALUES, **_SCHEDULER_VALUES})
+        parse_options(argv, about=_ABOUT, values={**PLACE_VALUES, **_SCHEDULER_VALUES})
         raise ConfigError(f"say first what to run, {' or '.join(starts)}; {role!r} is neither")
     values, start = starts[role]
     options = parse_options(argv[1:], about=_ABOUT, values=values)
-    if options.config_path is None:
-        raise ConfigError(f"the run folder is missing: {role} RUN_FOLDER ...; prepare prints it")
-    if options.overrides:
-        raise ConfigError(f"{', '.join(options.overrides)}: a prepared run has its configuration; give this to prepare")
-    run_folder = Path(options.config_path)
-    config = load_config(str(run_folder / CONFIG_FILE), ())
+    run_folder, config = prepared_run(options, role)
 
     def say(message: str) -> None:
         print(f"[{role}] {message}", flush=True)
@@ -75,6 +65,16 @@ def main(argv: Sequence[str]) -> None:
         raise error
 
 
+def prepared_run(options: Options, role: str) -> tuple[Path, Config]:
+    """The run folder that a command line names first, and its configuration. Raises: ConfigError."""
+    if options.config_path is None:
+        raise ConfigError(f"the run folder is missing: {role} RUN_FOLDER ...; prepare prints it")
+    if options.overrides:
+        raise ConfigError(f"{', '.join(options.overrides)}: a prepared run has its configuration; give this to prepare")
+    run_folder = Path(options.config_path)
+    return run_folder, load_config(str(run_folder / CONFIG_FILE), ())
+
+
 def _start_trainer(options: Options, config: Config, run_folder: Path) -> ChildProcess:
     host = trainer_host(options.values, config)
     if host.number:
@@ -88,26 +88,19 @@ def _start_scheduler(options: Options, config: Config, run_folder: Path) -> Chil
     return ChildProcess("scheduler", command, run_folder / LOGS_FOLDER / "scheduler.log", shows_output=True)
 
 
-def trainer_host(values: dict[str, str], config: Config) -> TrainerHost:
+def trainer_host(values: dict[str, str], config: Config) -> HostPlace:
     """This host's place in the trainer. Raises: ConfigError."""
-    num_hosts, number = (_number(values, name, default) for name, default in (("nodes", 1), ("node-rank", 0)))
-    ranks = config.parallel.world_size
-    if not num_hosts or ranks % num_hosts:
-        raise ConfigError(f"--nodes {num_hosts} does not divide parallel.tp * pp * cp * dp = {ranks}, the trainer's ranks")
-    if number >= num_hosts:
-        raise ConfigError(f"--node-rank {number}: with --nodes {num_hosts} hosts are numbered 0 to {num_hosts - 1}")
-    if "rendezvous" not in values:
-        if num_hosts > 1:
-            raise ConfigError(f"--rendezvous is missing: {_TRAINER_VALUES['rendezvous']}")
-        return TrainerHost(interface=config.parallel.interface or "lo")
-    name, port = split_endpoint(values["rendezvous"], "--rendezvous")
-    meeting = resolve(name)
-    address = own_address(meeting)
-    if number == 0 and address != meeting:
+    place, ranks = host_place(values, config.parallel.interface), config.parallel.world_size
+    if ranks % place.num_hosts:
         raise ConfigError(
-            f"--rendezvous {name} is {meeting}, but this host, --node-rank 0, has the address {address}; start host 0 there"
+            f"--nodes {place.num_hosts} does not divide parallel.tp * pp * cp * dp = {ranks}, the trainer's ranks"
         )
-    return TrainerHost((meeting, port), number, num_hosts, address, config.parallel.interface or interface_of(address))
+    if place.rendezvous and place.number == 0 and place.address != place.rendezvous[0]:
+        raise ConfigError(
+            f"--rendezvous {values['rendezvous']} is at {place.rendezvous[0]}, but this host, --node-rank 0, has the"
+            f" address {place.address}; start host 0 there"
+        )
+    return place
 
 
 def _wait_for_host_0(address: str, port: int, timeout_s: float) -> None:
@@ -124,13 +117,6 @@ def _wait_for_host_0(address: str, port: int, timeout_s: float) -> None:
                     f" ({error}): is it started, is this its address, and may other hosts use the port?"
                 ) from error
         time.sleep(0.2)
-
-
-def _number(values: dict[str, str], name: str, default: int) -> int:
-    text = values.get(name, str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"--{name} {text} is no whole number")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -6,26 +6,15 @@ a log file of its own beside torchrun's.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_sao.cli.child import ChildProcess
 from megatron_sao.cli.files import CONFIG_FILE, LOGS_FOLDER
+from megatron_sao.cli.network import HostPlace
 from megatron_sao.config import Config
 
 
-@dataclass(frozen=True)
-class TrainerHost:
-    """One host among those of the trainer. The defaults are those of a run on one machine."""
-
-    rendezvous: tuple[str, int] | None = None  # (address of host 0, port); None = there is one host, any free port
-    number: int = 0  # of this host
-    num_hosts: int = 1
-    address: str = "127.0.0.1"  # of this host, as the others reach it
-    interface: str = "lo"  # network interface of gloo and NCCL
-
-
-def start_trainer(config: Config, run_folder: Path, host: TrainerHost = TrainerHost()) -> ChildProcess:
+def start_trainer(config: Config, run_folder: Path, host: HostPlace = HostPlace()) -> ChildProcess:
     """Start this host's share of the ranks; `num_hosts` divides their number."""
     command = ["env", "--block-signal=TERM", sys.executable, "-m", "torch.distributed.run", *_place(config, host)]
     command += ["--max-restarts", "0", "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
@@ -47,7 +36,7 @@ def rank_log(run_folder: Path, rank: int) -> Path:
     return run_folder / LOGS_FOLDER / f"trainer-rank-{rank}.log"
 
 
-def _place(config: Config, host: TrainerHost) -> list[str]:
+def _place(config: Config, host: HostPlace) -> list[str]:
     if host.rendezvous is None:
         return ["--standalone"]
     address, port = host.rendezvous

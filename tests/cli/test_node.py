@@ -6,8 +6,7 @@ import pytest
 
 from megatron_sao.cli import node
 from megatron_sao.cli.child import hosts_missing
-from megatron_sao.cli.network import interface_of, own_address, resolve, split_endpoint
-from megatron_sao.cli.trainer_process import TrainerHost
+from megatron_sao.cli.network import HostPlace, interface_of, own_address, resolve, split_endpoint
 from megatron_sao.config import load_config
 from megatron_sao.errors import ConfigError
 
@@ -15,12 +14,12 @@ TWO_RANKS = load_config(None, ["parallel.tp=2"])
 
 
 def test_one_machine_needs_nothing():
-    assert node.trainer_host({}, TWO_RANKS) == TrainerHost()
+    assert node.trainer_host({}, TWO_RANKS) == HostPlace()
 
 
 def test_a_host_finds_its_address_and_interface():
     values = {"nodes": "2", "node-rank": "1", "rendezvous": "localhost:29400"}
-    assert node.trainer_host(values, TWO_RANKS) == TrainerHost(("127.0.0.1", 29400), 1, 2, "127.0.0.1", "lo")
+    assert node.trainer_host(values, TWO_RANKS) == HostPlace(("127.0.0.1", 29400), 1, 2, "127.0.0.1", "lo")
 
 
 def test_the_interface_can_be_said():
@@ -32,8 +31,8 @@ def test_the_interface_can_be_said():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"nodes": "3"}, ["--nodes 3 does not divide", "= 2, the trainer's ranks"]),
-        ({"nodes": "0"}, ["--nodes 0 does not divide"]),
+        ({"nodes": "3", "rendezvous": "127.0.0.1:29400"}, ["--nodes 3 does not divide", "= 2, the trainer's ranks"]),
+        ({"nodes": "0"}, ["--node-rank 0: with --nodes 0 hosts"]),
         ({"nodes": "two"}, ["--nodes two is no whole number"]),
         ({"nodes": "2", "node-rank": "2"}, ["--node-rank 2", "numbered 0 to 1"]),
         ({"nodes": "2"}, ["--rendezvous is missing", "HOST:PORT"]),
