@@ -11,15 +11,15 @@ Exit code 0 only if every tensor came back with its name, shape, number format a
 """
 
 import argparse
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from megatron_sao.cli.options import run_command
+from megatron_sao.cli.options import hush_libraries, run_command
+from megatron_sao.errors import ConfigError
 from megatron_sao.models.hf_folder import HFFolder
-from megatron_sao.models.new_folder import free_bytes
+from megatron_sao.models.new_folder import check_space, free_bytes, scratch_folder, size_text
 from megatron_sao.observe.progress import BytesProgress
 
 
@@ -31,18 +31,21 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     before = HFFolder(options.hf_dir)
     scratch = Path(options.scratch or Path(options.hf_dir).resolve().parent)
+    if not scratch.is_dir():
+        raise ConfigError(f"--scratch {scratch} does not exist; name a folder that does")
     if options.dry_run:
         print(
-            f"dry run, nothing written. {len(before.names())} tensors of {before.num_bytes / 1e9:.2f} GB would be"
-            f" written twice below {scratch}, where {free_bytes(scratch) / 1e9:.2f} GB are free"
+            f"dry run, nothing written. {len(before.names())} tensors of {size_text(before.num_bytes)} would be"
+            f" written twice below {scratch}, where {size_text(free_bytes(scratch))} are free"
         )
         return 0
+    check_space(scratch, 2 * before.num_bytes)
 
     import megatron_sao.parallel  # noqa: F401  makes megatron.core importable without CUDA
     from megatron_sao.models.conversion import hf_to_megatron, megatron_to_hf
 
-    with tempfile.TemporaryDirectory(prefix="roundtrip-", dir=scratch) as folder:
-        there, back = Path(folder) / "megatron", Path(folder) / "hf"
+    with scratch_folder(scratch, "roundtrip-") as folder:
+        there, back = folder / "megatron", folder / "hf"
         with BytesProgress("there") as progress:
             hf_to_megatron(before.path, there, report=progress.update)
         with BytesProgress("back") as progress:
@@ -69,4 +72,5 @@ def _is_equal(before: HFFolder, after: HFFolder, name: str) -> bool:
 
 
 if __name__ == "__main__":
+    hush_libraries()
     run_command(main)

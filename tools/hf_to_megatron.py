@@ -11,10 +11,11 @@ model is taken from the folder's `value_head.weight`, or starts at zero.
 import argparse
 from collections.abc import Sequence
 
-from megatron_sao.cli.options import run_command
+from megatron_sao.cli.options import hush_libraries, run_command
 from megatron_sao.config import check_model_fits, load_config
+from megatron_sao.convert.family import check_stage_starts, read_shape
 from megatron_sao.models.hf_folder import HFFolder
-from megatron_sao.models.new_folder import announcement
+from megatron_sao.models.new_folder import announcement, size_text
 from megatron_sao.observe.progress import BytesProgress
 
 
@@ -26,28 +27,27 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--config", help="configuration of the run that the checkpoint is for")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would be written, and exit")
     options = parser.parse_args(argv)
-    folder = HFFolder(options.hf_dir)  # names what is missing or truncated before Megatron is imported
-    outputs = 1
-
-    import megatron_sao.parallel  # noqa: F401  makes megatron.core importable without CUDA
-    from megatron_sao.convert.family import check_stage_starts, read_shape
-    from megatron_sao.models.conversion import hf_to_megatron
-    from megatron_sao.train.values import ValueReadout
-
+    # What is wrong with the folder or does not fit it is named before Megatron is imported.
+    folder = HFFolder(options.hf_dir)
     shape = read_shape(folder.config)
-    if options.config:
-        config = load_config(options.config, [])
+    config = load_config(options.config, []) if options.config else None
+    if config:
         check_model_fits(config, folder.config)
         check_stage_starts(shape, config.parallel)
-        outputs = ValueReadout(config.value).num_outputs
     if options.dry_run:
         print(announcement(options.out, len(folder.names()), folder.num_bytes))
         return
+
+    import megatron_sao.parallel  # noqa: F401  makes megatron.core importable without CUDA
+    from megatron_sao.models.conversion import hf_to_megatron
+    from megatron_sao.train.values import ValueReadout
+
+    outputs = ValueReadout(config.value).num_outputs if config else 1
     with BytesProgress("convert") as progress:
         done = hf_to_megatron(
             options.hf_dir, options.out, options.role, num_value_outputs=outputs, report=progress.update
         )
-    print(f"{options.out}: {done.num_tensors} HF tensors, {done.num_bytes / 1e9:.2f} GB, as a {options.role}")
+    print(f"{options.out}: {done.num_tensors} HF tensors, {size_text(done.num_bytes)}, as a {options.role}")
     for what, names in (("carried along as they are", done.carried), ("left out", done.dropped)):
         if names:
             print(f"{what}: {', '.join(names)}")
@@ -56,4 +56,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    hush_libraries()
     run_command(main)

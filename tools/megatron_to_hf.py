@@ -9,12 +9,12 @@ its own number format lies beside OUT_DIR meanwhile.
 """
 
 import argparse
-import tempfile
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_sao.cli.options import run_command
-from megatron_sao.models.new_folder import announcement, refuse_existing
+from megatron_sao.cli.options import hush_libraries, run_command
+from megatron_sao.models.new_folder import announcement, check_space, refuse_existing, scratch_folder
 from megatron_sao.observe.progress import BytesProgress
 
 
@@ -28,38 +28,35 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
 
     import megatron_sao.parallel  # noqa: F401  makes megatron.core importable without CUDA
-    from megatron_sao.models.conversion import megatron_to_hf
+    from megatron_sao.models.conversion import announced_tensors, megatron_to_hf
+    from megatron_sao.models.hf_writer import num_bytes
+    from megatron_sao.models.quantize import check_modelopt, quantize_folder
 
     def convert(destination: Path) -> int:
         with BytesProgress("convert") as progress:
             return megatron_to_hf(options.checkpoint, destination, hf_source=options.source, report=progress.update)
 
     out_dir = Path(options.out_dir)
+    if options.quantize:
+        check_modelopt()  # what is missing is said before hours of conversion, not after
     if options.dry_run:
-        from megatron_sao.models.conversion import announced_tensors
-        from megatron_sao.models.hf_writer import num_bytes
-
-        if options.quantize:
-            from megatron_sao.models.quantize import check_modelopt
-
-            check_modelopt()
         tensors = announced_tensors(options.checkpoint, options.source)
         print(announcement(out_dir, len(tensors), sum(num_bytes(*one) for one in tensors.values())))
         return
     if not options.quantize:
         print(f"{out_dir}: {convert(out_dir)} HF tensors")
         return
-    from megatron_sao.models.quantize import check_modelopt, quantize_folder
-
-    check_modelopt()  # what is missing is said before hours of conversion, not after
     refuse_existing(out_dir)
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{out_dir.name}.unquantized-", dir=out_dir.parent) as folder:
-        count = convert(Path(folder, "hf"))
+    tensors = announced_tensors(options.checkpoint, options.source).values()
+    # The model as it is lies there meanwhile; FP8 takes a byte for each of its numbers.
+    check_space(out_dir, sum(num_bytes(*one) + math.prod(one[1]) for one in tensors))
+    with scratch_folder(out_dir.parent, f"{out_dir.name}.unquantized-") as folder:
+        count = convert(folder / "hf")
         with BytesProgress("quantize") as progress:
-            num_fp8 = quantize_folder(Path(folder, "hf"), out_dir, progress.update)
+            num_fp8 = quantize_folder(folder / "hf", out_dir, progress.update)
     print(f"{out_dir}: {count} HF tensors, {num_fp8} of them in FP8")
 
 
 if __name__ == "__main__":
+    hush_libraries()
     run_command(main)

@@ -5,7 +5,9 @@ code.
 """
 
 import difflib
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -114,6 +116,16 @@ def run_command(main: Callable[[list[str]], int | None]) -> NoReturn:
         record_failure(Failure(1, f"{type(error).__name__}: {error}"))
         raise
     sys.exit(code)
+
+
+def hush_libraries() -> None:
+    """For commands that only plan or convert: nothing that Megatron and torch remark on concerns these.
+
+    They tell of each package that a CPU does not have (transformer-engine, Apex) and of their own plans, 20 lines
+    before the command's first. Effect: this process shows errors alone from now on.
+    """
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
 
 
 def _typo_of_own_option(name: str, own: list[str]) -> str | None:

@@ -8,15 +8,13 @@ weight push moves between all ranks and workers, and how long it takes. Of the m
 """
 
 import json
-import logging
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
+from megatron_sao.cli.options import DRY_RUN, Options, hush_libraries, parse_options, run_command
 from megatron_sao.cli.plan_push import print_push
 from megatron_sao.config import Config, check_model_fits, describe, load_config
 from megatron_sao.convert.family import check_stage_starts, read_shape
@@ -65,9 +63,7 @@ def main(argv: Sequence[str]) -> int:
     check_model_fits(config, hf_config)
     check_stage_starts(read_shape(hf_config), config.parallel)
 
-    # Of Megatron's remarks about what is absent (transformer-engine, Apex) none concerns a plan.
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    hush_libraries()
     from megatron_sao.observe.progress import Progress
     from megatron_sao.train.plan import make_plan
     from megatron_sao.train.push_plan import plan_push

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron_sao.config.parallel import Parallel
@@ -47,7 +48,7 @@ from megatron_sao.models.checkpoint import (
 )
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.hf_writer import Announced, HFWriter, copy_side_files, num_bytes
-from megatron_sao.models.new_folder import new_folder
+from megatron_sao.models.new_folder import check_space, new_folder
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.models.weights import (
     VALUE_HEAD,
@@ -156,6 +157,8 @@ def hf_to_megatron(
         carried, dropped = _without_place(folder, shape, parameters, role, with_mtp=with_mtp)
         copies = {name: original_of(name, shape) for name in carried if is_copy(folder, shape, name)}
         own = [name for name in carried if name not in copies]
+        of_own = (num_bytes(folder.dtype(name), folder.shape(name)) for name in own)
+        check_space(destination, sum(p.num_bytes for p in parameters) + sum(of_own))
         write_hf_part(folder, partial / HF_PART, own, max_file_bytes)
         common = {"role": role, "copies": copies}
         _write_checkpoint(folder, partial, parameters, common, report, max_file_bytes)
@@ -268,12 +271,18 @@ def _write_checkpoint(
 ) -> None:
     facts = ShardedObject("common_state", dict(common) | {"content_metadata": dict(CONTENT)}, (1,), (0,))
     shards = {shard.key: [shard] for parameter in parameters for shard in parameter.stored(_meta(parameter))}
-    torch_checkpoint.save(
-        mcore_to_pyt_state_dict({facts.unique_key: [facts], **shards}),
-        storage_writer=OneByOneWriter(destination, max_file_bytes),
-        planner=_FilledWhenWritten(parameters, folder, report),
-        no_dist=True,
-    )
+    try:
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict({facts.unique_key: [facts], **shards}),
+            storage_writer=OneByOneWriter(destination, max_file_bytes),
+            planner=_FilledWhenWritten(parameters, folder, report),
+            no_dist=True,
+        )
+    except CheckpointException as failed:
+        ((error, _),) = failed.failures.values()
+        if isinstance(error, CheckpointError):
+            raise error from None
+        raise CheckpointError(f"{destination} could not be written (is its disk full?): {error}") from error
     save_config(CheckpointingConfig("torch_dist"), str(destination))
 
 
@@ -297,6 +306,7 @@ def megatron_to_hf(
     """
     with _way_back(source, hf_source) as way, new_folder(destination) as partial:
         total = sum(num_bytes(*one) for one in way.announced.values())
+        check_space(destination, total)
         done = 0
         with HFWriter(partial, way.announced, max_file_bytes) as writer:
             for parameter in way.parameters:
@@ -342,6 +352,9 @@ def _way_back(source: str | Path, hf_source: str | Path | None) -> Iterator[_Way
     shape = read_shape(rest.config)
     role = stored.common.get("role", "policy")
     with_mtp = any(name.startswith("mtp.") for name in stored.shapes)
+    if with_mtp and shape.num_mtp_layers != 1:
+        raise CheckpointError(f"{stored.path} holds an MTP layer, {rest.path / 'config.json'} counts "
+                              f"{shape.num_mtp_layers}: the model came from another folder (--source)")
     outputs = stored.shapes.get("output_layer.weight", (1,))[0]
     with _model(role, shape, rest.config, stored.content, with_mtp=with_mtp, outputs=outputs) as parameters:
         stored.check({str(number): parameter.shard for number, parameter in enumerate(parameters)})

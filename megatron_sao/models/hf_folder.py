@@ -41,15 +41,16 @@ class _Stored:
 class HFFolder:
     """Config and safetensors of a model folder.
 
-    Opening checks that every shard named in the index is present and holds the tensors that the index says, before
-    anything is built. Without an index, the one file `model.safetensors` counts; other files are ignored. A file is
-    open, and its bytes count as this process's memory, only while a tensor is read.
+    Opening checks that every shard named in the index is present and holds the tensors that the index says and no
+    others, before anything is built. Without an index, the one file `model.safetensors` counts; other files are
+    ignored. A file is open, and its bytes count as this process's memory, only while a tensor is read.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"model folder {self.path} does not exist; set model.path to a HF model folder")
+            what = "is no folder" if self.path.exists() else "does not exist"
+            raise CheckpointError(f"model folder {self.path} {what}; name (model.path) a folder in HF format")
         self.config: dict[str, Any] = self._json("config.json")
         self._stored = self._open()
 
@@ -86,6 +87,11 @@ class HFFolder:
             for name, shard in index.items():
                 if name not in held[shard]:
                     raise CheckpointError(f"{INDEX} says {name} is in {shard}, but that file does not hold it")
+            for name, shard in ((name, shard) for shard in shards for name in held[shard]):
+                if index.get(name) != shard:  # other programs would load it
+                    said = f"puts it into {index[name]}" if name in index else "does not name it"
+                    raise CheckpointError(f"{self.path / shard} holds {name}, but {INDEX} {said}; do they belong to one"
+                                          " model? Write the index anew, or the file without that tensor")
             found = {name: held[shard][name] for name, shard in index.items()}
         return {name: one for stored in found.values() for name, one in _one_by_one(stored)}
 

@@ -24,7 +24,7 @@ import torch
 from megatron_sao.errors import CheckpointError, ConfigError
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.hf_writer import HFWriter, copy_side_files, num_bytes
-from megatron_sao.models.new_folder import new_folder
+from megatron_sao.models.new_folder import check_space, new_folder
 
 BLOCK = 128
 SCALE = "_scale_inv"  # behind the name of a weight
@@ -65,6 +65,7 @@ def quantize_folder(
         if name in chosen:
             announced[name + SCALE] = (torch.float32, tuple(-(-size // BLOCK) for size in folder.shape(name)))
     with new_folder(destination) as partial:
+        check_space(destination, sum(num_bytes(*one) for one in announced.values()))
         with HFWriter(partial, announced) as writer:
             done = 0
             for name in folder.names():
@@ -72,7 +73,7 @@ def quantize_folder(
                 done += num_bytes(tensor.dtype, tuple(tensor.shape))
                 if name in chosen:
                     if not tensor.isfinite().all():
-                        raise CheckpointError(f"{folder.path}: {name} holds a number that is not finite")
+                        raise CheckpointError(f"{name} holds a number that is not finite; it cannot become FP8")
                     tensor, scale = quantize(tensor)
                     writer.write(name + SCALE, scale)
                 writer.write(name, tensor)
@@ -95,7 +96,7 @@ def fp8_names(folder: HFFolder) -> set[str]:
     Raises: CheckpointError when there is none, or when the folder is quantised already.
     """
     if "quantization_config" in folder.config:
-        raise CheckpointError(f"{folder.path} is quantised already (quantization_config in its config.json)")
+        raise CheckpointError("the model is quantised already (quantization_config in its config.json)")
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name in folder.names():
         if found := _MATRIX.fullmatch(name):
@@ -106,7 +107,7 @@ def fp8_names(folder: HFFolder) -> set[str]:
     chosen = {name for group in fitting for name in group}
     if not chosen:
         raise CheckpointError(
-            f"{folder.path}: no matrix becomes FP8; rows and columns must be multiples of {BLOCK} in all matrices that"
+            f"no matrix of this model becomes FP8: rows and columns must be multiples of {BLOCK} in all matrices that"
             " are computed as one"
         )
     return chosen

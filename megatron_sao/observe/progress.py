@@ -16,6 +16,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from megatron_sao.models.new_folder import size_text
+
 LINE_EVERY_S = 10.0  # plain lines: at most this often for the same phase, and always for the last
 
 
@@ -103,5 +105,5 @@ class BytesProgress:
         if done and (done >= total or now_s - self._line_s >= LINE_EVERY_S):
             self._line_s = now_s
             left_s = (now_s - self._begin_s) * (total - done) / done
-            text = f"{self._what} {done / 1e9:.2f}/{total / 1e9:.2f} GB, about {left_s:.0f} s left"
+            text = f"{self._what} {size_text(done)} of {size_text(total)}, about {left_s:.0f} s left"
             self._console.print(text, highlight=False, soft_wrap=True)

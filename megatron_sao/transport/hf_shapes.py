@@ -34,8 +34,8 @@ def check_model_folder(folder: str | Path) -> dict[str, tuple[int, ...]]:
 def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every tensor of a model folder.
 
-    Raises: CheckpointError when a file is missing, truncated or unreadable, or when an index names a tensor that its
-        file does not hold.
+    Raises: CheckpointError when a file is missing, truncated or unreadable, or when index and files do not hold the
+        same tensors.
     """
     folder = Path(folder)
     index: dict[str, str] | None = None
@@ -50,6 +50,12 @@ def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     lost = [name for name, file in index.items() if name not in found[file]]
     if lost:
         raise CheckpointError(f"{folder / INDEX} names {lost[0]} (and {len(lost) - 1} more) but its file lacks it")
+    stray = [(name, file) for file in files for name in found[file] if index.get(name) != file]
+    if stray:  # vLLM would load it
+        name, file = stray[0]
+        raise CheckpointError(
+            f"{folder / file} holds {name} (and {len(stray) - 1} more), which {INDEX} does not place there"
+        )
     return {name: found[file][name] for name, file in index.items()}
 
 

@@ -44,7 +44,7 @@ def test_rows_and_columns_of_a_tensor(sharded):
 
 
 def test_a_missing_folder_or_configuration(tmp_path):
-    with pytest.raises(CheckpointError, match="absent does not exist; set model.path"):
+    with pytest.raises(CheckpointError, match="absent does not exist; name .model.path. a folder"):
         HFFolder(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="no config.json"):
         HFFolder(tmp_path)
@@ -86,6 +86,15 @@ def test_a_tensor_that_its_shard_does_not_hold_is_named(sharded):
     index["weight_map"]["d"] = SECOND
     (sharded / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=f"d is in {SECOND}"):
+        HFFolder(sharded)
+
+
+@pytest.mark.parametrize(("stray", "said"), [("d", "does not name it"), ("a", f"puts it into {FIRST}")])
+def test_a_tensor_that_the_index_does_not_place_where_it_stands_is_named(sharded, stray, said):
+    """transformers and vLLM load every tensor of a file that the index names."""
+    held = {name: WEIGHTS[name] for name in ("b", "c")}
+    save_file(held | {stray: torch.full((4, 3), -1.0)}, sharded / SECOND)
+    with pytest.raises(CheckpointError, match=f"{SECOND} holds {stray}, but {INDEX} {said}"):
         HFFolder(sharded)
 
 

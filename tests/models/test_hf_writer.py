@@ -1,5 +1,8 @@
 """Safetensors files written tensor by tensor are what any reader expects, and complete or refused."""
 
+import errno
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -93,3 +96,14 @@ def test_a_tensor_beyond_what_one_system_call_writes(tmp_path):
     with (tmp_path / "model.safetensors").open("rb") as file:
         file.seek(-(2**20) - 2**16, 2)
         assert set(file.read()) == {1}
+
+
+def test_a_folder_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"cannot write into {tmp_path / 'file'}"):
+        with new_folder(tmp_path / "file" / "made"):
+            raise AssertionError("nothing is begun")
+    with pytest.raises(CheckpointError, match="made was not completed, nothing is left of it.*No space left"):
+        with new_folder(tmp_path / "made"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

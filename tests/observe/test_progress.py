@@ -53,5 +53,5 @@ def test_bytes_have_a_bar_with_the_time_left_or_lines(monkeypatch):
             assert "4.0/4.0 GB" in said and "0:00:00" in said
         else:
             lines = said.splitlines()
-            assert len(lines) == 2 and lines[0].startswith("convert 1.00/4.00 GB, about ")
-            assert lines[1] == "convert 4.00/4.00 GB, about 0 s left"
+            assert len(lines) == 2 and lines[0].startswith("convert 1.00 GB of 4.00 GB, about ")
+            assert lines[1] == "convert 4.00 GB of 4.00 GB, about 0 s left"

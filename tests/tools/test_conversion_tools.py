@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.errors import CheckpointError, ConfigError
+from megatron_sao.models import new_folder
 from megatron_sao.models.checkpoint import StoredWeights
+from megatron_sao.models.conversion import hf_to_megatron
 from megatron_sao.rollout.greedy import GREEDY_FILE, GreedyRecord
 from tests.support.families import make_family_folder
 from tests.support.folders import read_weights, write_shards
@@ -51,7 +54,7 @@ def test_both_tools_say_what_they_did(folder, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "the value head starts at zero" in said and "left out: lm_head.weight, model.layers.4." in said
     assert StoredWeights(tmp_path / "value").shapes["output_layer.weight"] == (7, 64)
-    assert "convert 0.00/0.00 GB" in said, "no terminal: lines instead of a bar"
+    assert " MB, about 0 s left" in said, "no terminal: lines instead of a bar"
     main_of("megatron_to_hf")([str(tmp_path / "value"), str(tmp_path / "back")])
     assert "HF tensors" in capsys.readouterr().out
     assert list(read_weights(tmp_path / "back")["value_head.weight"].shape) == [7, 64]
@@ -145,3 +148,30 @@ def test_tensors_of_all_experts_are_converted_like_those_of_each(folder, tmp_pat
     assert json.loads((other / "config.json").read_text()) == json.loads(
         (tmp_path / "fused-back" / "config.json").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    "tool", ["hf_to_megatron", "megatron_to_hf", "megatron_to_hf --quantize fp8", "check_roundtrip"]
+)
+def test_a_disk_without_room_is_refused_before_hours_of_work(folder, tmp_path, monkeypatch, tool):
+    checkpoint = tmp_path / "checkpoint"
+    hf_to_megatron(folder, checkpoint)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    monkeypatch.setattr(new_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
+    tool, *options = tool.split()
+    arguments = {"hf_to_megatron": [folder, tmp_path / "out"], "megatron_to_hf": [checkpoint, tmp_path / "out"]}
+    with pytest.raises(CheckpointError, match=r"needs .* MB, 1.00 MB are free there"):
+        main_of(tool)([*map(str, arguments.get(tool, [folder])), *options])
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_scratch_folder_that_does_not_exist_is_named(folder, tmp_path):
+    with pytest.raises(ConfigError, match="--scratch .*nowhere does not exist"):
+        main_of("check_roundtrip")([str(folder), "--scratch", str(tmp_path / "nowhere")])
+
+
+def test_a_source_without_the_checkpoints_mtp_layer_is_refused(folder, tmp_path):
+    checkpoint, other = tmp_path / "checkpoint", make_family_folder("qwen3", tmp_path / "other", mtp=False, seed=1)
+    hf_to_megatron(folder, checkpoint)
+    with pytest.raises(CheckpointError, match=r"holds an MTP layer, .*other/config.json counts 0: .*--source"):
+        main_of("megatron_to_hf")([str(checkpoint), str(tmp_path / "out"), "--source", str(other)])

@@ -24,13 +24,19 @@ def test_one_file(folder):
 
 
 def test_an_index_decides_which_files_count(folder):
-    save_file({"c": np.zeros(5, np.float32), "unlisted": np.zeros(1, np.float32)}, folder / "two.safetensors")
+    save_file({"c": np.zeros(5, np.float32)}, folder / "two.safetensors")
+    save_file({"c": np.zeros(6, np.float32), "unlisted": np.zeros(1, np.float32)}, folder / "unlisted.safetensors")
     index = {"weight_map": {"a": "model.safetensors", "b": "model.safetensors", "c": "two.safetensors"}}
     (folder / INDEX).write_text(json.dumps(index))
     assert read_shapes(folder) == {"a": (3, 2), "b": (), "c": (5,)}
     index["weight_map"]["d"] = "two.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="names d"):
+        read_shapes(folder)
+    index["weight_map"] = {"a": "model.safetensors", "b": "two.safetensors", "c": "two.safetensors"}
+    save_file({"b": np.zeros((), np.float32), "c": np.zeros(5, np.float32)}, folder / "two.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model.safetensors holds b \(and 0 more\)"):
         read_shapes(folder)
     (folder / "two.safetensors").unlink()
     with pytest.raises(CheckpointError, match="two.safetensors is missing"):
