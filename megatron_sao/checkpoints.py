@@ -7,7 +7,7 @@
 
 Invariants: a folder gets its name by one rename, after everything in it is on disk and the manifest, which names every
 other file with its size and CRC-32, was written last. So whatever carries the name of a step was finished; whether it
-still is what was written, `check_sizes` and `check_contents` say. Any program may use this module: no torch, no Megatron.
+still is what was written, `check_sizes` and `check_contents` say. Any program may use this module: it needs no torch.
 """
 
 import hashlib
@@ -63,7 +63,10 @@ class Manifest:
 
 
 class ChecksummedFile:
-    """A new file that knows its size and CRC-32 as it is written; leaving the block waits until it is on disk."""
+    """A new file that knows its size and CRC-32 as it is written; leaving the block waits until it is on disk.
+
+    Raises: OSError that names the file, wherever the disk does not take it.
+    """
 
     def __init__(self, path: Path):
         self._path, self._num_bytes, self._crc32 = path, 0, 0
@@ -75,7 +78,10 @@ class ChecksummedFile:
     def write(self, data: Any) -> int:
         """Append bytes, or anything with a buffer."""
         with memoryview(data) as view:
-            self._file.write(view)
+            try:
+                self._file.write(view)
+            except OSError as error:
+                raise self._named(error) from None
             self._crc32 = zlib.crc32(view, self._crc32)
             self._num_bytes += view.nbytes
             return view.nbytes
@@ -89,10 +95,16 @@ class ChecksummedFile:
         self._file.flush()
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        with self._file:
-            if kind is None:
+        try:
+            with self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+        except OSError as error:
+            if kind is None:
+                raise self._named(error) from None
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, str(self._path))
 
     @property
     def stored(self) -> StoredFile:
@@ -217,7 +229,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises: CheckpointError when there is none, when it cannot be read, or for a format of another program version."""
+    """Raises: CheckpointError when there is none, when it cannot be read, or when its format is another one."""
     path = folder / MANIFEST_FILE
     try:
         fields = json.loads(path.read_bytes())

@@ -1,6 +1,7 @@
 """The layers of the package: imports point down only, and each layer imports where its users run.
 
-cli > train, schedule, observe > models, rollout > parallel, transport > algo, data, convert > config > records, checkpoints > errors
+cli > train, schedule, observe > models, rollout > parallel, transport > algo, data, convert > config
+    > records, checkpoints > errors
 """
 
 import ast

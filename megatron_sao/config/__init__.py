@@ -12,10 +12,13 @@ from megatron_sao.config.derived import derived_numbers, describe, max_in_flight
 from megatron_sao.config.keys import help_on_keys
 from megatron_sao.config.load import load_config
 from megatron_sao.config.model_fit import check_model_fits
+from megatron_sao.config.resume import Change, changes_since
 from megatron_sao.config.write import to_toml
 
 __all__ = [
+    "Change",
     "Config",
+    "changes_since",
     "check_device",
     "check_is_built",
     "check_model_fits",

@@ -101,7 +101,7 @@ class OneByOneWriter(FileSystemWriter):
                         tensor = data.detach().cpu()
                         # A view of half a parameter would be saved with the whole of it.
                         is_alone = tensor.untyped_storage().nbytes() == tensor.nbytes
-                        torch.save(tensor if is_alone else tensor.clone(), stream)
+                        _save(tensor if is_alone else tensor.clone(), stream)
                     length = stream.tell() - begin
                     results.append(WriteResult(item.index, length, _StorageInfo(file, begin, length)))
             self.files[file] = stream.stored
@@ -109,6 +109,15 @@ class OneByOneWriter(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+
+def _save(tensor: torch.Tensor, stream: ChecksummedFile) -> None:
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:  # torch 2.13 turns a full disk into a complaint about positions
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 class CheckpointWriter:
@@ -149,12 +158,12 @@ class CheckpointWriter:
         self._plan = self._planner.finish_plan(plan)
 
     def write(self) -> Written:
-        """Write this rank's files. No collective. Raises: OSError or RuntimeError when the disk does not take them."""
+        """Write this rank's files. No collective. Raises: OSError when the disk does not take them."""
         results = self._writer.write_data(self._plan, self._planner).value()
         return Written(results, self._writer.files)
 
     def end(self, written: Sequence[Written]) -> None:
-        """Rank 0 alone, with what all ranks wrote. Effect: the folder is a checkpoint, once its metadata.json is there."""
+        """Rank 0 alone, with what all wrote. Effect: the folder is a checkpoint once its metadata.json is there."""
         _, metadata = self._planner.create_global_plan(self._all_plans)
         self._writer.finish(metadata, [one.results for one in written])
         save_config(CheckpointingConfig("torch_dist"), str(self._folder))

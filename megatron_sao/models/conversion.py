@@ -216,7 +216,7 @@ def _without_place(
 def write_hf_part(
     folder: HFFolder, destination: Path, carried: list[str], max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write what a HF folder needs besides a checkpoint's tensors, those of `carried` included, as the folder has it."""
+    """Write what a HF folder needs besides a checkpoint's tensors: those of `carried`, configuration, tokenizer."""
     destination.mkdir()
     (destination / "config.json").write_text(json.dumps(folder.config, indent=2) + "\n")
     copy_side_files(folder.path, destination)

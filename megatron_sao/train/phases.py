@@ -46,7 +46,7 @@ class Phases:
         return {"num_finished": self.num_finished, "num_warmup_steps": self._num_warmup_steps}
 
     def restore(self, num_finished: int, num_warmup_steps: int) -> None:
-        """Go on after step `num_finished`. A warm-up that is over stays as long as it was, whatever is configured now."""
+        """Go on after step `num_finished`. A warm-up that is over stays as long as it was, whatever is set now."""
         self.num_finished = num_finished
         if num_warmup_steps <= num_finished:
             self._num_warmup_steps = num_warmup_steps

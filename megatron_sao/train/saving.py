@@ -47,6 +47,7 @@ class Checkpoints:
         self._config = trainer.config.checkpoint
         self._world = ObjectGroup(self._config.timeout_s)
         self._saved_step: int | None = None  # what is on disk already
+        self._on_first("", lambda: checkpoints.remove_leftovers(self._folder) and None)
 
     def is_due(self, progress: Progress) -> bool:
         """After every checkpoint.every_steps steps, warm-up included."""
@@ -196,8 +197,8 @@ class Checkpoints:
         differ = sorted(name for name, digest in trainer.frozen_hashes.items() if found[name] != digest)
         if differ:
             raise CheckpointError(
-                f"{differ[0].partition(':')[2]} of the value model is frozen, but {path} holds another one than the model"
-                f" folder {trainer.folder.path}: resume with the model that the run began with"
+                f"{differ[0].partition(':')[2]} of the value model is frozen, but {path} holds another one than the"
+                f" model folder {trainer.folder.path}: resume with the model that the run began with"
             )
 
     # ---- together ----------------------------------------------------------------------------------------------
@@ -223,8 +224,8 @@ class Checkpoints:
             fault = self._world.broadcast(next((f for _, f in collected or () if f), ""))
         except RuntimeError as error:
             raise CheckpointError(
-                f"checkpoint {name}: not all ranks were heard of within checkpoint.timeout_s = {self._config.timeout_s:g}"
-                f" ({error})"
+                f"checkpoint {name}: not all ranks were heard of within checkpoint.timeout_s ="
+                f" {self._config.timeout_s:g} ({error})"
             ) from error
         if fault:
             raise CheckpointError(fault)
