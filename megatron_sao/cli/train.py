@@ -37,9 +37,13 @@ def main(argv: Sequence[str]) -> None:
     try:
         _main(argv)
     except SaoError:
-        if int(os.environ.get("RANK", 0)):
-            time.sleep(REPEAT_AFTER_S)
+        _let_rank_0_speak()
         raise
+
+
+def _let_rank_0_speak() -> None:
+    if int(os.environ.get("RANK", 0)):
+        time.sleep(REPEAT_AFTER_S)
 
 
 def _main(argv: Sequence[str]) -> None:

@@ -36,7 +36,10 @@ class Parallel(Section):
         False, description="keep the model that is not at work, with its optimizer state, in host memory"
     )
     micro_batch_tokens: int = Field(8192, ge=2, description="tokens of one packed micro-batch, all cp ranks together")
-    timeout_s: float = Field(300.0, gt=0, description="time one collective may take (of the model: in full minutes)")
+    timeout_s: float = Field(300.0, gt=0, description="time one collective may take")
+    lost_after_s: float = Field(
+        30.0, ge=6, description="silence of a trainer host after which it counts as gone, and the run ends"
+    )
     join_timeout_s: float = Field(
         900.0, ge=1, description="time the hosts of the trainer have to find each other, and its ranks to begin"
     )

@@ -1,6 +1,5 @@
 """Starts the trainer's world: torch.distributed, Megatron's groups, seeds."""
 
-import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,7 +68,7 @@ def make_groups(config: Parallel) -> None:
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
-        distributed_timeout_minutes=max(1, math.ceil(config.timeout_s / 60)),
+        distributed_timeout_minutes=config.timeout_s / 60,
         create_gloo_process_groups=False,
     )
 
