@@ -16,13 +16,13 @@ from pathlib import Path
 from megatron_sao.cli.files import ADDRESS_FILE, EXPORT_FOLDER, RESULT_FILE
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
 from megatron_sao.cli.preflight import check_model
+from megatron_sao.cli.rank_end import RankEnd
 from megatron_sao.cli.stop import stop_on_sigterm
 from megatron_sao.cli.trainer_process import rank_log
 from megatron_sao.config import Config, check_is_built, check_nodes, check_world_size, describe
-from megatron_sao.errors import ConfigError, ProtocolError, SaoError
+from megatron_sao.errors import ConfigError, ProtocolError
 
 SCHEDULER_WAIT_S = 300.0
-REPEAT_AFTER_S = 3.0  # most faults meet every rank: rank 0 speaks, and its end makes torchrun stop the others
 
 _ABOUT = "One rank of the trainer; torchrun starts all of them."
 _VALUES = {
@@ -34,19 +34,11 @@ _SWITCHES = {"own-log": "write to logs/trainer-rank-N.log in the run folder inst
 
 
 def main(argv: Sequence[str]) -> None:
-    try:
-        _main(argv)
-    except SaoError:
-        _let_rank_0_speak()
-        raise
+    with RankEnd() as end:
+        _main(argv, end)
 
 
-def _let_rank_0_speak() -> None:
-    if int(os.environ.get("RANK", 0)):
-        time.sleep(REPEAT_AFTER_S)
-
-
-def _main(argv: Sequence[str]) -> None:
+def _main(argv: Sequence[str], end: RankEnd) -> None:
     options = parse_options(argv, about=_ABOUT, values=_VALUES, switches=DRY_RUN | _SWITCHES)
     if "dry-run" in options.switches:
         if int(os.environ.get("RANK", 0)) == 0:
@@ -63,7 +55,9 @@ def _main(argv: Sequence[str]) -> None:
             raise ConfigError(f"--{name} is missing: {_VALUES[name]}")
     run_folder, model_folder = Path(options.values["run-folder"]), Path(options.values["model"])
     check_model(config, model_folder)
-    run_trainer(config, run_folder, model_folder, options.values.get("host", "127.0.0.1"))
+    host = options.values.get("host", "127.0.0.1")
+    end.watch(config, host)
+    run_trainer(config, run_folder, model_folder, host)
 
 
 def _begin(run_folder: Path, has_own_log: bool) -> None:
