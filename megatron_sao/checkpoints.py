@@ -52,7 +52,7 @@ class Manifest:
     policy_version: int
     pass_rate: float | None  # the newest one on held-out prompts; None = never evaluated
     config_hash: str
-    seconds: float  # that training was held up for it
+    seconds: float  # that it took to write
     files: Mapping[str, StoredFile]  # by path in the folder, all but the manifest
     format: int = FORMAT
 
@@ -60,6 +60,15 @@ class Manifest:
     def num_bytes(self) -> int:
         """Of all files."""
         return sum(file.num_bytes for file in self.files.values())
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: those that any of these rules names."""
+
+    last: int  # so many of the last steps
+    every: int  # those whose step is a multiple of it; 0 = none
+    best: int  # so many with the highest pass rate; of equal ones the later
 
 
 class ChecksummedFile:
@@ -166,22 +175,19 @@ def give_name(partial: Path) -> Path:
     return final
 
 
-def remove_superseded(folder: Path, *, keep_last: int, keep_every: int, keep_best: int, newest_step: int) -> list[Path]:
+def remove_superseded(folder: Path, keep: Keep, newest_step: int) -> list[Path]:
     """Effect: removes the checkpoints that no rule keeps; -> which.
 
     Args:
-        keep_last: so many of the last steps stay.
-        keep_every: those whose step is a multiple of it stay; 0 = none.
-        keep_best: so many with the highest pass rate stay; of equal ones the later.
         newest_step: of the run. Later ones were written before it went back to an earlier checkpoint: they go.
     """
     steps = {step_of(path) or 0: path for path in finished(folder)}
     current = [step for step in steps if step <= newest_step]
-    kept = set(current[-keep_last:]) | {step for step in current if keep_every and step % keep_every == 0}
-    if keep_best:
+    kept = set(current[-keep.last :]) | {step for step in current if keep.every and step % keep.every == 0}
+    if keep.best:
         rates = {step: read_manifest(steps[step]).pass_rate for step in current}
         rated = [(rate, step) for step, rate in rates.items() if rate is not None]
-        kept |= {step for _, step in sorted(rated)[-keep_best:]}
+        kept |= {step for _, step in sorted(rated)[-keep.best :]}
     gone = [path for step, path in steps.items() if step not in kept]
     for path in gone:
         _remove(path)

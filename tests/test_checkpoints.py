@@ -6,7 +6,7 @@ import zlib
 import pytest
 
 from megatron_sao import checkpoints
-from megatron_sao.checkpoints import ChecksummedFile, Manifest, StoredFile
+from megatron_sao.checkpoints import ChecksummedFile, Keep, Manifest, StoredFile
 from megatron_sao.errors import CheckpointError
 
 
@@ -122,17 +122,16 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path):
             checkpoints.read_manifest(path)
 
 
-def keep(folder, newest_step, keep_last=1, keep_every=0, keep_best=0):
-    rules = dict(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    checkpoints.remove_superseded(folder, newest_step=newest_step, **rules)
+def kept(folder, newest_step, last=1, every=0, best=0):
+    checkpoints.remove_superseded(folder, Keep(last, every, best), newest_step)
     return [checkpoints.step_of(path) for path in checkpoints.finished(folder)]
 
 
 def test_the_last_ones_are_kept(tmp_path):
     for step in (10, 20, 30, 40):
         write(tmp_path, step)
-    assert keep(tmp_path, 40, keep_last=3) == [20, 30, 40]
-    assert keep(tmp_path, 40) == [40]
+    assert kept(tmp_path, 40, last=3) == [20, 30, 40]
+    assert kept(tmp_path, 40) == [40]
     assert names(tmp_path.iterdir()) == ["step-000040"]
 
 
@@ -140,11 +139,11 @@ def test_multiples_and_the_best_are_kept_besides(tmp_path):
     rates = {10: 0.3, 20: 0.8, 30: None, 40: 0.7, 50: 0.8, 60: 0.1}
     for step, rate in rates.items():
         write(tmp_path, step, rate)
-    assert keep(tmp_path, 60, keep_every=30, keep_best=2) == [20, 30, 50, 60]
-    assert keep(tmp_path, 60, keep_best=1) == [50, 60], "of equal ones the later"
+    assert kept(tmp_path, 60, every=30, best=2) == [20, 30, 50, 60]
+    assert kept(tmp_path, 60, best=1) == [50, 60], "of equal ones the later"
 
 
 def test_later_steps_of_a_course_that_was_left_go(tmp_path):
     for step in (40, 50, 60, 80):
         write(tmp_path, step, 0.9)
-    assert keep(tmp_path, 50, keep_last=2, keep_every=20, keep_best=4) == [40, 50]
+    assert kept(tmp_path, 50, last=2, every=20, best=4) == [40, 50]

@@ -160,6 +160,7 @@ class CheckpointWriter:
     def write(self) -> Written:
         """Write this rank's files. No collective. Raises: OSError when the disk does not take them."""
         results = self._writer.write_data(self._plan, self._planner).value()
+        self._planner.state_dict = {}  # whoever waits for the others needs the memory
         return Written(results, self._writer.files)
 
     def end(self, written: Sequence[Written]) -> None:

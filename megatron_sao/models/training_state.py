@@ -33,28 +33,37 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_shards(
-    model: TrainedModel, shape: ModelShape, world: ObjectGroup
+    model: TrainedModel, shape: ModelShape, world: ObjectGroup, *, copied: bool = False
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """What to write of an awake model: (its shards, its counters).
+    """What to write of an awake model: (what this rank writes of it, its counters).
 
-    The tensors are the model's own where no other rank shares a parameter's state, else copies in host memory on the
-    rank that writes them.
+    State that several ranks share is put together in host memory, on the rank that writes it.
+
+    Args:
+        copied: take a copy of everything, into host memory, that stays what it is while the model learns; otherwise the
+            tensors are the model's own wherever that will do.
     Effect: Adam gets the moments it has not made yet. Collective: every rank of the world.
     """
-    shards: dict[str, Any] = _weights(model, shape)
-    by_parameter = _by_parameter(shards)
+    weights = _weights(model, shape)
+    by_parameter = _by_parameter(weights)
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", copy=True) if copied else tensor
+
+    shards: dict[str, Any] = {
+        key: _with_data(shard, shard.key, kept(shard.data)) for key, shard in weights.items() if _writes(shard)
+    }
     for part in _parts(model):
         shard = by_parameter[id(part.parameter)]
         for name, piece in part.named_pieces():
             if part.group.size() == 1:
-                tensor = piece.view(part.parameter.shape)
+                tensor = kept(piece) if _writes(shard) else None
             else:
                 whole = whole_from_pieces(piece, part.start, part.parameter.numel(), part.group)
-                if not is_main_replica(shard.replica_id):
-                    continue
-                tensor = whole.view(part.parameter.shape).cpu()
-            key = _key(name, shard)
-            shards[key] = _with_data(shard, key, tensor)
+                tensor = whole.cpu() if _writes(shard) else None
+            if tensor is not None:
+                key = _key(name, shard)
+                shards[key] = _with_data(shard, key, tensor.view(part.parameter.shape))
     updates = max(world.gather(_updates(model)))  # a rank that trains nothing counts none
     return shards, {"updates": updates, "schedule_steps": model.schedule.num_steps}
 
@@ -150,6 +159,11 @@ def _weights(model: TrainedModel, shape: ModelShape) -> Shards:
 
 def _by_parameter(shards: Shards) -> dict[int, ShardedTensor | ShardedTensorFactory]:
     return {id(shard.data): shard for shard in shards.values()}
+
+
+def _writes(shard: ShardedTensor | ShardedTensorFactory) -> bool:
+    """Of several ranks that hold the same, one writes it."""
+    return is_main_replica(shard.replica_id)
 
 
 def _key(name: str, shard: ShardedTensor | ShardedTensorFactory) -> str:

@@ -90,12 +90,13 @@ def state_of(trainer: Trainer) -> dict[str, tuple[dict[str, torch.Tensor], list]
 
 
 def saved_and_continued(folder, run, overrides, saved_at, last):
-    """Train, save after step `saved_at`, go on. -> (the save's metrics, those after it, state, progress at the end)."""
+    """Train, save after step `saved_at`, go on. -> (what the save said, later metrics, state, progress)."""
     trainer, saving = start(folder, run, overrides)
     progress = Progress.at_start(trainer.config)
     train_until(trainer, progress, saved_at)
     said = saving.save(progress)
     metrics = train_until(trainer, progress, last)
+    said |= saving.finish()
     return said, metrics, state_of(trainer), progress.saved()
 
 

@@ -39,6 +39,7 @@ SAME_LAYOUT = {
     "tp2-ep2": (dict(tp=2, ep=2), []),
     "dp2, bfloat16 with float32 masters": (dict(dp=2), ["model.dtype=bfloat16", "engine.dtype=bfloat16"]),
     "cp2-pp2, one model asleep": (dict(cp=2, pp=2, offload_sleeping_model="true"), []),
+    "dp2, in the background": (dict(dp=2, offload_sleeping_model="true"), ["checkpoint.in_background=true"]),
 }
 
 
@@ -49,6 +50,8 @@ def test_resumed_is_uninterrupted_bit_by_bit(tiny_folder, tmp_path, case):  # VA
     expected = run_ranks(ranks_of(axes), saved_and_continued, *given, SAVED_AT, LAST, timeout_s=120)
     results = run_ranks(ranks_of(axes), resumed, *given, LAST, timeout_s=120)
     assert_same_bits(results, expected)
+    said = expected[0][0]
+    assert said["save/bytes"] > 1e6 and said["save/seconds"] >= said["save/waited_seconds"] > 0
     assert results[0][2]["policy_version"] == (1 if "warm-up" in case else 3)
 
 

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importabl
 from megatron_sao import checkpoints
 from megatron_sao.checkpoints import ChecksummedFile
 from megatron_sao.errors import CheckpointError
+from megatron_sao.models.checkpoint import CheckpointWriter
 from megatron_sao.models.conversion import megatron_to_hf
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.train.export import export_policy
@@ -99,7 +101,7 @@ def test_a_save_that_is_killed_leaves_the_one_before(tiny_folder, saved, run, ra
 
 
 def full_disk_on_one_rank(folder, run, overrides):
-    """-> (fault of a save while rank 1 may write no more than 100 kB, what was there then, metrics of the next save)."""
+    """-> (fault of a save while rank 1 may write no more than 100 kB, what was there then, what the next save said)."""
     trainer, saving = start(folder, run, overrides)
     progress = saving.restore(checkpoints.newest(run))
     train_until(trainer, progress, 3)
@@ -109,16 +111,19 @@ def full_disk_on_one_rank(folder, run, overrides):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
     try:
         saving.save(progress)
+        saving.finish()
         fault = ""
     except CheckpointError as error:
         fault = str(error)
     left = names(run) if trainer.world.is_first else []
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    return fault, left, saving.save(progress)
+    return fault, left, saving.save(progress) | saving.finish()
 
 
-def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_save_may_be_tried_again(tiny_folder, run):
-    results = run_ranks(2, full_disk_on_one_rank, tiny_folder, run, LAYOUT, timeout_s=120)
+@pytest.mark.parametrize("in_background", ["false", "true"])
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_save_may_be_tried_again(tiny_folder, run, in_background):
+    overrides = [*LAYOUT, f"checkpoint.in_background={in_background}"]
+    results = run_ranks(2, full_disk_on_one_rank, tiny_folder, run, overrides, timeout_s=120)
     assert results[0][1] == ["step-000002"]
     for fault, _, said in results:
         assert fault.startswith("checkpoint step-000003, rank 1: [Errno 27] File too large: ")
@@ -147,6 +152,36 @@ def test_a_damaged_file_is_named_on_every_rank(tiny_folder, run):
     (run / "step-000002" / "scheduler" / "ledger").unlink()
     for fault in run_ranks(2, restored_fault, tiny_folder, run, timeout_s=120):
         assert "step-000002/scheduler/ledger is missing (expected 2 bytes)" in fault
+
+
+# ---- in the background -----------------------------------------------------------------------------------------
+
+
+def trained_meanwhile(folder, run):
+    """Rank 1 does not get to write before a step has been trained. -> (what there was then, what was said)."""
+    trainer, saving = start(folder, run, [*LAYOUT, "checkpoint.in_background=true"])
+    progress = saving.restore(checkpoints.newest(run))
+    train_until(trainer, progress, 3)
+    write, may_write = CheckpointWriter.write, threading.Event()
+    if trainer.world.rank == 1:
+        CheckpointWriter.write = lambda writer: may_write.wait(60) and write(writer)
+    said = [saving.save(progress)]
+    train_until(trainer, progress, 4)
+    said.append(saving.settle())
+    finished = names(run)
+    may_write.set()
+    said.append(saving.save(progress))  # waits for the one before
+    return finished, said, saving.finish()
+
+
+def test_training_goes_on_while_files_are_written_in_the_background(tiny_folder, run):
+    for finished, said, last in run_ranks(2, trained_meanwhile, tiny_folder, run, timeout_s=120):
+        assert finished == ["step-000002", "step-000003.partial"]
+        nothing, still_nothing, of_step_3 = said
+        assert nothing == still_nothing == {}
+        for whole in (of_step_3, last):
+            assert whole["save/bytes"] > 1e6 and whole["save/seconds"] > whole["save/waited_seconds"] > 0
+    assert names(run) == ["step-000003", "step-000004"], "checkpoint.keep_last is 2"
 
 
 # ---- what it is good for besides -------------------------------------------------------------------------------
