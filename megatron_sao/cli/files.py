@@ -1,7 +1,9 @@
 """Names inside a run folder that more than one command knows."""
 
 CONFIG_FILE = "config.toml"  # the resolved configuration
+RUN_FILE = "run.json"  # what the processes start from
 LOGS_FOLDER = "logs"  # one file a process
+ENGINES_FOLDER = "engines"  # engine-0.json and so on: where each engine listens
 ADDRESS_FILE = "scheduler.json"  # where the scheduler listens; the trainer waits for it
 LEDGER_FILE = "ledger.sqlite"  # what became of every prompt
 STOP_FILE = "stop"  # whoever makes it wants the run to save and end

@@ -1,10 +1,11 @@
 """The whole system on one machine: makes or takes a model, starts engines, scheduler and trainer, waits for the result.
 
-    python -m megatron_sao.cli.local CONFIG [--section.key value ...] [--dry-run]
+    python -m megatron_sao.cli.local CONFIG [--section.key value ...] [--resume | --resume-or-start] [--dry-run]
 
-Its last line is `RESULT key=value ...`. An engine that dies is started again, `engine.restarts` times; the scheduler
-goes on with the others meanwhile. If another process fails, the rest is stopped and its message is the program's: of
-the one that failed first, not of those that only lost their partner.
+Its last line is `RESULT key=value ...`, or `STOPPED ...` (exit code 75) when it was told to stop and has saved: by
+SIGTERM, Ctrl-C or the file `stop` in the run folder. An engine that dies is started again, `engine.restarts` times; the
+scheduler goes on with the others meanwhile. If another process fails, the rest is stopped and its message is the
+program's: of the one that failed first, not of those that only lost their partner.
 """
 
 import json
@@ -15,14 +16,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from megatron_sao.checkpoints import newest
 from megatron_sao.cli.child import ChildProcess
-from megatron_sao.cli.files import CONFIG_FILE, EXPORT_FOLDER, RESULT_FILE
+from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE, EXPORT_FOLDER, LOGS_FOLDER, RESULT_FILE
 from megatron_sao.cli.kept_engine import KeptEngine, engine_settings
-from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
-from megatron_sao.cli.preflight import check_before_start, check_model
-from megatron_sao.config import Config, check_one_machine, describe, to_toml
+from megatron_sao.cli.options import Options, parse_options, run_command
+from megatron_sao.cli.prepare import SWITCHES, prepare
+from megatron_sao.cli.run_folder import read_start
+from megatron_sao.cli.stop import StopOnSignal
+from megatron_sao.cli.trainer_process import start_trainer
+from megatron_sao.config import Config, check_one_machine, describe
 from megatron_sao.errors import EngineError, ProtocolError, SaoError
-from megatron_sao.observe.progress import Progress
 from megatron_sao.rollout.engine_process import EngineProcess
 
 CAUSE_WAIT_S = 10.0  # when a process complains about another: how long that one's own failure may take to be seen
@@ -30,92 +34,67 @@ CAUSE_WAIT_S = 10.0  # when a process complains about another: how long that one
 _ABOUT = "Train on this machine: warm start, engines, scheduler and trainer in one command."
 
 
-def main(argv: Sequence[str]) -> None:
-    options = parse_options(argv, about=_ABOUT, switches=DRY_RUN)
+STOPPED_EXIT_CODE = 75  # as sendmail's EX_TEMPFAIL: nothing is wrong, come again
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse_options(argv, about=_ABOUT, switches=SWITCHES)
     config = options.load_config()
     if "dry-run" in options.switches:
         print(describe(config))
-        return
+        return 0
     signal.signal(signal.SIGTERM, _raise_interrupt)  # so that `finally` runs and no child is left behind
-    run(config, started=time.monotonic())
+    return run(config, options, started=time.monotonic())
 
 
-def run(config: Config, started: float) -> None:
-    """One run from first to last line. Raises: SaoError with the message of whatever failed first."""
+def run(config: Config, options: Options, started: float) -> int:
+    """One run from first to last line. Returns: the exit code, 75 when it was stopped before its end and has saved.
+
+    Raises: SaoError with the message of whatever failed first.
+    """
     check_one_machine(config)
-    check_before_start(config)
-    model_folder = prepare_model(config)
-    check_model(config, model_folder)
-    run_folder = new_run_folder(Path(config.run.folder) / config.run.name)
-    config_path = run_folder / CONFIG_FILE
-    config_path.write_text(to_toml(config))
-    say(f"run folder {run_folder}, logs in {run_folder / 'logs'}")
+    run_folder = prepare(config, options, say)
+    start = read_start(run_folder)
+    say(f"run folder {run_folder}, logs in {run_folder / LOGS_FOLDER}")
     with ExitStack() as running:
+        stop = StopOnSignal(run_folder, config.checkpoint.stop_grace_s, say)
         engines = []
         for number in range(config.engine.count):
-            engines.append(_start_engine(config, number, model_folder, run_folder))
+            engines.append(_start_engine(config, number, start.model, run_folder))
             running.callback(engines[-1].process.stop)
-        trainer = _start_trainer(config, config_path, model_folder, run_folder)
+        trainer = start_trainer(config, run_folder)
         running.callback(trainer.stop)
-        scheduler = _start_scheduler(config_path, model_folder, run_folder, [engine.process.url for engine in engines])
+        scheduler = _start_scheduler(run_folder, [engine.process.url for engine in engines])
         running.callback(scheduler.stop)
         say(f"starting {len(engines)} engine(s), {config.parallel.world_size} trainer ranks and the scheduler")
-        _wait_until_ready(engines, [scheduler, trainer])
-        _supervise(engines, trainer, scheduler)
-    report_result(run_folder, time.monotonic() - started)
+        _wait_until_ready(engines, [scheduler, trainer], stop)
+        _supervise(engines, trainer, scheduler, stop)
+    return report_end(run_folder, time.monotonic() - started)
 
 
 def say(message: str) -> None:
     print(f"[local] {message}", flush=True)
 
 
-def prepare_model(config: Config) -> Path:
-    """The model folder to start from: `model.path`, or the demonstration model after its warm start."""
-    if config.model.path:
-        return Path(config.model.path)
-    from megatron_sao.train.warm_start import prepare_demonstration_model
-
-    with Progress() as progress:
-        return prepare_demonstration_model(config, progress.update)
-
-
-def new_run_folder(path: Path) -> Path:
-    """An empty folder at `path`; an earlier run there is moved aside, nothing is overwritten."""
-    if path.exists():
-        number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.{n}").exists())
-        path.rename(path.with_name(f"{path.name}.{number}"))
-        say(f"{path} holds an earlier run: moved to {path.name}.{number}")
-    path.mkdir(parents=True)
-    return path
-
-
 def _start_engine(config: Config, number: int, model_folder: Path, run_folder: Path) -> KeptEngine:
-    log_path = run_folder / "logs" / f"engine-{number}.log"
+    log_path = run_folder / LOGS_FOLDER / f"engine-{number}.log"
     process = EngineProcess(engine_settings(config, number, model_folder, log_path)).start()
     return KeptEngine(process, config.engine.restarts, say)
 
 
-def _start_scheduler(config_path: Path, model_folder: Path, run_folder: Path, urls: list[str]) -> ChildProcess:
-    command = [sys.executable, "-m", "megatron_sao.cli.scheduler", str(config_path), "--run-folder", str(run_folder)]
-    command += ["--model", str(model_folder), "--engines", ",".join(urls)]
-    return ChildProcess("scheduler", command, run_folder / "logs" / "scheduler.log", shows_output=True)
+def _start_scheduler(run_folder: Path, urls: list[str]) -> ChildProcess:
+    command = [sys.executable, "-m", "megatron_sao.cli.scheduler", str(run_folder / CONFIG_FILE)]
+    command += ["--run-folder", str(run_folder), "--engines", ",".join(urls)]
+    return ChildProcess("scheduler", command, run_folder / LOGS_FOLDER / "scheduler.log", shows_output=True)
 
 
-def _start_trainer(config: Config, config_path: Path, model_folder: Path, run_folder: Path) -> ChildProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(config.parallel.world_size), "-m", "megatron_sao.cli.train", str(config_path)]
-    command += ["--run-folder", str(run_folder), "--model", str(model_folder)]
-    env = {
-        "OMP_NUM_THREADS": str(config.run.threads_per_process),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONWARNINGS": "ignore",  # Megatron's notes on each package that a CPU does not have
-    }
-    return ChildProcess("trainer", command, run_folder / "logs" / "trainer.log", env)
+def _wait_until_ready(engines: list[KeptEngine], others: list[ChildProcess], stop: StopOnSignal) -> None:
+    def check() -> None:
+        stop.check()
+        _check(engines, others)
 
-
-def _wait_until_ready(engines: list[KeptEngine], others: list[ChildProcess]) -> None:
     for engine in engines:
-        seconds = engine.wait_ready(meanwhile=lambda: _check(engines, others))
+        seconds = engine.wait_ready(meanwhile=check)
         say(f"engine {engine.process.url} ready after {seconds:.0f} s")
 
 
@@ -141,16 +120,24 @@ def _check(engines: list[KeptEngine], children: list[ChildProcess]) -> None:
         time.sleep(0.1)
 
 
-def _supervise(engines: list[KeptEngine], trainer: ChildProcess, scheduler: ChildProcess) -> None:
+def _supervise(
+    engines: list[KeptEngine], trainer: ChildProcess, scheduler: ChildProcess, stop: StopOnSignal
+) -> None:
     """Wait until trainer and scheduler are through; the scheduler shows the progress. Raises: as `_check`."""
     while trainer.exit_code is None or scheduler.exit_code is None:
+        stop.check()
         _check(engines, [scheduler, trainer])
         time.sleep(0.2)
     _check([], [scheduler, trainer])
 
 
-def report_result(run_folder: Path, seconds: float) -> None:
-    """Print where things are and the RESULT line."""
+def report_end(run_folder: Path, seconds: float) -> int:
+    """Print where things are and the last line. Returns: the exit code."""
+    if not (run_folder / RESULT_FILE).exists():  # the trainer writes it when it is through
+        checkpoint = newest(run_folder / CHECKPOINTS_FOLDER)
+        say("the same command with --resume goes on")
+        print(f"STOPPED checkpoint={checkpoint} seconds={seconds:.0f}", flush=True)
+        return STOPPED_EXIT_CODE
     result = json.loads((run_folder / RESULT_FILE).read_text())
     above, total = result["lag0_tokens_above_1e-4"], result["lag0_tokens"]
     say(f"log-probs of learner and sampler differ by more than 1e-4 on {above:.0f} of {total:.0f} tokens at lag 0")
@@ -162,6 +149,7 @@ def report_result(run_folder: Path, seconds: float) -> None:
         f" lag_max={result['lag_max']:.0f}",
         flush=True,
     )
+    return 0
 
 
 def _raise_interrupt(number: int, frame: object) -> None:

@@ -1,9 +1,10 @@
 """One trainer rank, started by torchrun:
 
-    torchrun --nproc-per-node 2 -m megatron_sao.cli.train CONFIG --run-folder runs/local --model MODEL_FOLDER
+    torchrun --nproc-per-node 2 -m megatron_sao.cli.train runs/local/config.toml --run-folder runs/local
 
-It waits for the scheduler's address in the run folder, trains, exports the policy to `export/` there, and leaves the
-figures of the run in `result.json`.
+It waits for the scheduler's address in the prepared run folder (cli/prepare.py), starts from the model or goes on from
+the checkpoint that `run.json` there names, trains, exports the policy to `export/`, and leaves the figures of the run
+in `result.json`. A run that was told to stop saves and leaves no result.
 """
 
 import json
@@ -13,10 +14,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_sao.cli.files import ADDRESS_FILE, EXPORT_FOLDER, RESULT_FILE
+from megatron_sao.cli.files import ADDRESS_FILE, CHECKPOINTS_FOLDER, EXPORT_FOLDER, RESULT_FILE
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
 from megatron_sao.cli.preflight import check_model
 from megatron_sao.cli.rank_end import RankEnd
+from megatron_sao.cli.run_folder import RunStart, read_start
 from megatron_sao.cli.stop import stop_on_sigterm
 from megatron_sao.cli.trainer_process import rank_log
 from megatron_sao.config import Config, check_is_built, check_nodes, check_world_size, describe
@@ -26,8 +28,7 @@ SCHEDULER_WAIT_S = 300.0
 
 _ABOUT = "One rank of the trainer; torchrun starts all of them."
 _VALUES = {
-    "run-folder": "folder of this run; the scheduler writes its address there",
-    "model": "HF folder that both models start from",
+    "run-folder": "prepared folder of this run; the scheduler writes its address there",
     "host": "address of trainer rank 0 that the engines can reach (default 127.0.0.1)",
 }
 _SWITCHES = {"own-log": "write to logs/trainer-rank-N.log in the run folder instead of where torchrun writes"}
@@ -50,14 +51,14 @@ def _main(argv: Sequence[str], end: RankEnd) -> None:
     check_is_built(config)
     check_world_size(config, int(os.environ.get("WORLD_SIZE", 1)))
     check_nodes(config, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    for name in ("run-folder", "model"):
-        if name not in options.values:
-            raise ConfigError(f"--{name} is missing: {_VALUES[name]}")
-    run_folder, model_folder = Path(options.values["run-folder"]), Path(options.values["model"])
-    check_model(config, model_folder)
+    if "run-folder" not in options.values:
+        raise ConfigError(f"--run-folder is missing: {_VALUES['run-folder']}")
+    run_folder = Path(options.values["run-folder"])
+    start = read_start(run_folder)
+    check_model(config, start.model)
     host = options.values.get("host", "127.0.0.1")
     end.watch(config, host)
-    run_trainer(config, run_folder, model_folder, host)
+    run_trainer(config, run_folder, start, host)
 
 
 def _begin(run_folder: Path, has_own_log: bool) -> None:
@@ -71,7 +72,7 @@ def _begin(run_folder: Path, has_own_log: bool) -> None:
                 os.dup2(file.fileno(), stream.fileno())
 
 
-def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str) -> None:
+def run_trainer(config: Config, run_folder: Path, start: RunStart, host: str) -> None:
     """Everything between start and end of one rank. Collective: every rank of the world."""
     import torch
 
@@ -79,11 +80,13 @@ def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str)
     from megatron_sao.models.weights import left_out_names, policy_shapes
     from megatron_sao.parallel.init import start_world, stop_world
     from megatron_sao.train.link import SchedulerLink
-    from megatron_sao.train.loop import train
+    from megatron_sao.train.loop import run
+    from megatron_sao.train.progress import Progress
     from megatron_sao.train.push import Pusher, longest_push_answer_s
+    from megatron_sao.train.saving import Checkpoints
     from megatron_sao.train.setup import build_trainer
 
-    folder = HFFolder(model_folder)
+    folder = HFFolder(start.model)
     torch.set_num_threads(config.run.threads_per_process)
     torch.use_deterministic_algorithms(config.run.deterministic)
     world = start_world(config)
@@ -99,8 +102,10 @@ def run_trainer(config: Config, run_folder: Path, model_folder: Path, host: str)
     pusher = Pusher(
         trainer.exporter, names, config, link, host, left_out, wake=lambda: models.turns.take(models.policy)
     )
-    result = train(trainer, link, pusher, run_folder / EXPORT_FOLDER)
-    if world.is_first:
+    checkpoints = Checkpoints(trainer, link, run_folder / CHECKPOINTS_FOLDER)
+    progress = checkpoints.restore(start.resume) if start.resume else Progress.at_start(config)
+    result = run(trainer, link, pusher, checkpoints, progress, run_folder / EXPORT_FOLDER)
+    if world.is_first and result is not None:
         (run_folder / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
     link.close()
     stop_world()

@@ -5,10 +5,14 @@ from typing import Any
 
 from megatron_sao.errors import ProtocolError, SaoError
 from megatron_sao.parallel.exchange import ObjectGroup, world_rank
-from megatron_sao.records import PushWanted, SchedulerMessage, TrainerMessage, decode, encode
+from megatron_sao.records import PushWanted, SchedulerMessage, StopWanted, TrainerMessage, decode, encode
 from megatron_sao.transport.channel import TrainerChannel
 
 MARGIN_S = 60.0  # the other ranks wait this much longer than rank 0 may
+
+
+class StopAsked(Exception):
+    """The scheduler wants the run to save and end here. Raised on every rank alike."""
 
 
 class SchedulerLink:
@@ -32,11 +36,14 @@ class SchedulerLink:
         Args:
             expected: class of the answer, or several as A | B.
         Effect: when the scheduler wants weights pushed again before it can answer, does so.
-        Raises: ProtocolError on every rank when the scheduler is gone, gave up, or answered something else.
+        Raises: ProtocolError on every rank when the scheduler is gone, gave up, or answered something else; StopAsked
+            when the answer is that the run shall end (only NeedBatch and EvalRequest are answered so).
         Collective: every rank of the world.
         """
         while isinstance(answer := self._ask(message, timeout_s), PushWanted) and self.push_again:
             self.push_again()
+        if isinstance(answer, StopWanted):
+            raise StopAsked(answer.reason)
         if not isinstance(answer, expected):
             names = getattr(expected, "__name__", expected)
             raise ProtocolError(

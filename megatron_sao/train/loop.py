@@ -1,36 +1,90 @@
 """The trainer's run from first to last step.
 
-receive trajectories -> sao_step -> push -> report. Every rank executes every line in step; the link to the scheduler
-speaks for all of them. `policy_version` counts pushes: the engines start with version 0, and each step that updated the
-policy publishes the next one. Metrics travel to the scheduler with the report of their step, which writes them down.
+receive trajectories -> sao_step -> push -> report -> save if due. Every rank executes every line in step; the link to
+the scheduler speaks for all of them. `policy_version` counts pushes: the engines start with version 0, and each step
+that updated the policy publishes the next one. Metrics travel to the scheduler with the report of their step, which
+writes them down. A run that shall stop hears of it where it asks the scheduler for episodes: it saves and ends there,
+between two steps, and the resumed run asks again.
 """
 
 import time
 from pathlib import Path
 
-from megatron_sao.records import TRAIN, Ack, Batch, EvalRequest, EvalResult, Goodbye, NeedBatch, StepReport
+from megatron_sao.records import (
+    FINISHED,
+    STOPPED,
+    TRAIN,
+    Ack,
+    Batch,
+    EvalRequest,
+    EvalResult,
+    Goodbye,
+    NeedBatch,
+    StepReport,
+)
 from megatron_sao.train.export import export_policy
-from megatron_sao.train.link import SchedulerLink
+from megatron_sao.train.link import SchedulerLink, StopAsked
 from megatron_sao.train.pretrain import pretrain_value
 from megatron_sao.train.progress import Progress
 from megatron_sao.train.push import Pusher
 from megatron_sao.train.sao_step import sao_step
+from megatron_sao.train.saving import Checkpoints
 from megatron_sao.train.setup import Trainer
 
 
-def train(trainer: Trainer, link: SchedulerLink, pusher: Pusher, export_folder: Path) -> dict[str, float]:
-    """The whole run: evaluate, pretrain and warm up the value model, train, evaluate, export.
+def run(
+    trainer: Trainer,
+    link: SchedulerLink,
+    pusher: Pusher,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    export_folder: Path,
+) -> dict[str, float] | None:
+    """The whole run, or what is left of it.
 
-    Returns: what the last line of the run reports. Collective: every rank of the world.
+    Args:
+        progress: at its start, or as `checkpoints` restored it.
+        export_folder: of the policy, at the end.
+    Returns: what the last line of the run reports; None when it was told to stop, and has saved.
+    Collective: every rank of the world.
     """
-    config, progress = trainer.config, Progress.at_start(trainer.config)
+    try:
+        pass_rate_after = train(trainer, link, pusher, checkpoints, progress)
+    except StopAsked:
+        checkpoints.save(progress)
+        link.request(Goodbye(reason=STOPPED), Ack)
+        return None
+
+    summary = {
+        "pass_rate_before": progress.pass_rate_before,
+        "pass_rate_after": pass_rate_after,
+        "steps": float(trainer.config.run.steps),
+        "policy_version": float(progress.policy_version),
+        "frozen_tensors_unchanged": float(trainer.check_frozen()),
+        **progress.outcome.summary(),
+    }
+    export_policy(trainer, export_folder)
+    link.request(Goodbye(reason=FINISHED, result=summary), Ack)
+    return summary
+
+
+def train(
+    trainer: Trainer, link: SchedulerLink, pusher: Pusher, checkpoints: Checkpoints, progress: Progress
+) -> float:
+    """Evaluate, pretrain and warm up the value model, train, evaluate; -> the pass rate at the end.
+
+    Raises: StopAsked; `progress` then stands at the last finished step. Collective: every rank of the world.
+    """
+    config, save_metrics = trainer.config, {}
 
     pusher.connect(progress.policy_version)
-    before: EvalResult = link.request(EvalRequest(name="before"), EvalResult)
-    progress.add_evaluation(before.pass_rate)
+    if progress.pass_rate_before is None:
+        before: EvalResult = link.request(EvalRequest(name="before"), EvalResult)
+        progress.add_evaluation(before.pass_rate)
     if progress.wants_pretraining:
         pretrain_value(trainer, link, progress.outcome)
         progress.has_pretrained = True
+        save_metrics = checkpoints.save(progress)
 
     for step, phase in progress.phases:  # value warm-up steps, then policy steps
         asked = time.monotonic()
@@ -64,7 +118,7 @@ def train(trainer: Trainer, link: SchedulerLink, pusher: Pusher, export_folder: 
             phase=phase,
             policy_version=progress.policy_version,
             is_trained=result.has_trained,
-            metrics=result.metrics | push_metrics | times,
+            metrics=result.metrics | push_metrics | times | save_metrics,
         )
         link.request(report, Ack)
 
@@ -72,16 +126,9 @@ def train(trainer: Trainer, link: SchedulerLink, pusher: Pusher, export_folder: 
         if progress.phases.evaluation_is_due:
             evaluated: EvalResult = link.request(EvalRequest(name=f"step-{step}"), EvalResult)
             progress.add_evaluation(evaluated.pass_rate)
+        save_metrics = checkpoints.save(progress) if checkpoints.is_due(progress) else {}
 
     after: EvalResult = link.request(EvalRequest(name="after"), EvalResult)
-    summary = {
-        "pass_rate_before": progress.pass_rate_before,
-        "pass_rate_after": after.pass_rate,
-        "steps": float(config.run.steps),
-        "policy_version": float(progress.policy_version),
-        "frozen_tensors_unchanged": float(trainer.check_frozen()),
-        **progress.outcome.summary(),
-    }
-    export_policy(trainer, export_folder)
-    link.request(Goodbye(reason="finished", result=summary), Ack)
-    return summary
+    progress.add_evaluation(after.pass_rate)
+    checkpoints.save(progress)  # a finished run can be prolonged
+    return after.pass_rate

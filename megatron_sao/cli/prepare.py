@@ -1,0 +1,91 @@
+"""Makes ready what a run needs before its processes start: a checked configuration, the model, the run folder.
+
+    python -m megatron_sao.cli.prepare CONFIG [--section.key value ...] [--resume | --resume-or-start] [--dry-run]
+
+Its last line is the run folder. There `config.toml` is what the processes are started with, and `run.json` says which
+model they start from and which checkpoint they go on from. Resuming is another thing than starting from weights, which
+is a new run with `model.path`: it counts from 0, with fresh optimizers and every prompt still to come.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_sao.checkpoints import check_changes, newest
+from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE
+from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
+from megatron_sao.cli.preflight import check_before_start, check_model
+from megatron_sao.cli.run_folder import RunStart, clear_attempt, make_run_folder, write_start
+from megatron_sao.config import Config, describe, to_toml
+from megatron_sao.errors import ConfigError
+from megatron_sao.observe.progress import Progress
+
+RESUME = "resume"
+RESUME_OR_START = "resume-or-start"
+SWITCHES = {
+    RESUME: "go on from the newest checkpoint of this run; an error where there is none",
+    RESUME_OR_START: "go on from the newest checkpoint of this run, or start it where there is none",
+    **DRY_RUN,
+}
+
+_ABOUT = "Check a configuration, and make model and run folder ready; the last line is the run folder."
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse_options(argv, about=_ABOUT, switches=SWITCHES)
+    config = options.load_config()
+    if "dry-run" in options.switches:
+        print(describe(config))
+        return
+    print(prepare(config, options, print))
+
+
+def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Path:
+    """Everything up to the start of the processes. Returns: the run folder.
+
+    Raises: ConfigError, DataError, CheckpointError. Effect: makes the folder, or continues it.
+    """
+    folder = Path(config.run.folder) / config.run.name
+    checkpoint = _checkpoint_to_resume(folder, options)
+    for change in check_changes(checkpoint, config) if checkpoint else ():
+        say(f"changed since {checkpoint.name}: {change}")
+    check_before_start(config)
+    model_folder = _model_folder(config)
+    check_model(config, model_folder)
+    if checkpoint:
+        clear_attempt(folder)
+        say(f"going on from {checkpoint}")
+    elif aside := make_run_folder(folder):
+        say(f"{folder} holds an earlier run: moved to {aside.name}")
+    (folder / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+    write_start(folder, RunStart(model_folder, checkpoint))
+    return folder
+
+
+def _checkpoint_to_resume(folder: Path, options: Options) -> Path | None:
+    """Raises: ConfigError when a run shall be resumed that has saved nothing."""
+    if {RESUME, RESUME_OR_START} <= options.switches:
+        raise ConfigError(f"--{RESUME} and --{RESUME_OR_START} are given; choose one")
+    if not {RESUME, RESUME_OR_START} & options.switches:
+        return None
+    checkpoint = newest(folder / CHECKPOINTS_FOLDER)
+    if checkpoint is None and RESUME in options.switches:
+        what = "holds no finished checkpoint" if folder.exists() else "does not exist"
+        raise ConfigError(
+            f"--{RESUME}: {folder} {what}; run.folder and run.name say which run is resumed, and without --{RESUME} a"
+            " new one is started"
+        )
+    return checkpoint
+
+
+def _model_folder(config: Config) -> Path:
+    """The model folder to start from: `model.path`, or the demonstration model after its warm start."""
+    if config.model.path:
+        return Path(config.model.path)
+    from megatron_sao.train.warm_start import prepare_demonstration_model
+
+    with Progress() as progress:
+        return prepare_demonstration_model(config, progress.update)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,74 @@
+"""The folder of a run between its attempts: made, continued, and what its processes start from.
+
+Owns `run.json`. Invariants: a new run finds an empty folder, an earlier run of its name is moved aside, nothing is
+overwritten; a continued one finds no trace of the attempt before that its processes could mistake for their own (an
+address, a result, a wish to stop), and the logs of that attempt under `logs.1`, `logs.2` and so on.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_sao.cli.files import (
+    ADDRESS_FILE,
+    ENGINES_FOLDER,
+    LOGS_FOLDER,
+    RESULT_FILE,
+    RUN_FILE,
+    STOP_FILE,
+    SUMMARY_FILE,
+)
+from megatron_sao.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What the processes of one attempt start from."""
+
+    model: Path  # HF folder of both models before the first step
+    resume: Path | None  # the checkpoint to go on from; None = a new run
+
+
+def write_start(folder: Path, start: RunStart) -> None:
+    """Effect: `run.json` says it."""
+    resume = str(start.resume.absolute()) if start.resume else None
+    content = {"model": str(start.model.absolute()), "resume": resume}
+    (folder / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_start(folder: Path) -> RunStart:
+    """What `run.json` says. Raises: ConfigError where no run was prepared."""
+    try:
+        content = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        return RunStart(Path(content["model"]), Path(content["resume"]) if content["resume"] else None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder} is no prepared run folder ({RUN_FILE}: {error}); `python -m megatron_sao.cli.prepare CONFIG`"
+            " makes one and prints its name"
+        ) from error
+
+
+def make_run_folder(path: Path) -> Path | None:
+    """Effect: an empty folder at `path`. Returns: where an earlier run went that stood there."""
+    aside = None
+    if path.exists():
+        aside = _free_name(path)
+        path.rename(aside)
+    path.mkdir(parents=True)
+    return aside
+
+
+def clear_attempt(folder: Path) -> None:
+    """Effect: the attempt before has left nothing behind that the next one could take for its own."""
+    for name in (ADDRESS_FILE, STOP_FILE, SUMMARY_FILE, RESULT_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for file in (folder / ENGINES_FOLDER).glob("*"):
+        file.unlink()
+    logs = folder / LOGS_FOLDER
+    if logs.exists():
+        logs.rename(_free_name(logs))
+
+
+def _free_name(path: Path) -> Path:
+    numbers = (path.with_name(f"{path.name}.{number}") for number in range(1, 10**6))
+    return next(name for name in numbers if not name.exists())
