@@ -10,7 +10,7 @@ is a new run with `model.path`: it counts from 0, with fresh optimizers and ever
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_sao.checkpoints import check_changes, newest
+from megatron_sao.checkpoints import newest
 from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model
@@ -46,8 +46,6 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
     """
     folder = Path(config.run.folder) / config.run.name
     checkpoint = _checkpoint_to_resume(folder, options)
-    for change in check_changes(checkpoint, config) if checkpoint else ():
-        say(f"changed since {checkpoint.name}: {change}")
     check_before_start(config)
     model_folder = _model_folder(config)
     check_model(config, model_folder)
