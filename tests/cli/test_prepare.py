@@ -1,0 +1,95 @@
+"""What is made ready before the processes of a run start, and how a run is resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_sao.checkpoints import MANIFEST_FILE
+from megatron_sao.cli import files
+from megatron_sao.cli.options import parse_options
+from megatron_sao.cli.prepare import SWITCHES, prepare
+from megatron_sao.cli.run_folder import read_start
+from megatron_sao.config import load_config
+from megatron_sao.errors import ConfigError
+
+
+@pytest.fixture
+def attempt(tmp_path, tiny_folder):
+    """Prepares the run tmp_path/runs/mine of a tiny model with these switches; -> (run folder, what it said)."""
+
+    def prepare_with(*switches: str) -> tuple[Path, list[str]]:
+        argv = ["--run.folder", str(tmp_path / "runs"), "--run.name", "mine", "--model.path", str(tiny_folder), *switches]
+        options = parse_options(argv, about="", switches=SWITCHES)
+        said = []
+        return prepare(options.load_config(), options, said.append), said
+
+    return prepare_with
+
+
+def add_checkpoint(run_folder: Path, step: int, name: str = "") -> Path:
+    folder = run_folder / files.CHECKPOINTS_FOLDER / (name or f"step-{step:06d}")
+    folder.mkdir(parents=True)
+    (folder / MANIFEST_FILE).write_text("{}")
+    return folder
+
+
+def test_a_new_run_gets_its_configuration_and_its_model(attempt, tiny_folder):
+    folder, said = attempt()
+    assert load_config(folder / files.CONFIG_FILE).run.name == "mine"
+    start = read_start(folder)
+    assert (start.model, start.resume) == (tiny_folder, None)
+    assert said == []
+
+
+def test_a_second_new_run_moves_the_first_aside_with_its_checkpoints(attempt):
+    folder, _ = attempt()
+    add_checkpoint(folder, 40)
+    again, said = attempt()
+    assert again == folder and not (folder / files.CHECKPOINTS_FOLDER).exists()
+    assert (folder.with_name("mine.1") / files.CHECKPOINTS_FOLDER / "step-000040").is_dir()
+    assert "moved to mine.1" in said[0]
+
+
+@pytest.mark.parametrize("switch", ["--resume", "--resume-or-start"])
+def test_a_resumed_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(attempt, switch):
+    folder, _ = attempt()
+    add_checkpoint(folder, 20)
+    newest = add_checkpoint(folder, 40)
+    add_checkpoint(folder, 60, "step-000060.partial")
+    (folder / files.LEDGER_FILE).write_text("book")
+    (folder / files.STOP_FILE).write_text("of the attempt before")
+    again, said = attempt(switch)
+    assert again == folder and read_start(folder).resume == newest
+    assert (folder / files.LEDGER_FILE).read_text() == "book"
+    assert not (folder / files.STOP_FILE).exists()
+    assert "step-000040" in said[-1]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_resuming_what_has_saved_nothing_is_an_error_that_changes_nothing(attempt, tmp_path, exists):
+    if exists:
+        folder, _ = attempt()
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="holds no finished checkpoint" if exists else "does not exist"):
+        attempt("--resume")
+    if exists:
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    else:
+        assert not (tmp_path / "runs" / "mine").exists()
+
+
+def test_a_requeued_run_that_has_saved_nothing_begins_again(attempt):
+    attempt("--resume-or-start")
+    folder, said = attempt("--resume-or-start")
+    assert read_start(folder).resume is None and "moved to mine.1" in said[0]
+
+
+def test_both_ways_of_resuming_at_once_are_refused(attempt):
+    with pytest.raises(ConfigError, match="choose one"):
+        attempt("--resume", "--resume-or-start")
+
+
+def test_paths_in_run_json_hold_wherever_a_process_starts(attempt):
+    folder, _ = attempt()
+    assert all(Path(path).is_absolute() for path in json.loads((folder / files.RUN_FILE).read_text()).values() if path)
