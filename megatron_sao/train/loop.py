@@ -84,7 +84,8 @@ def train(
     if progress.wants_pretraining:
         pretrain_value(trainer, link, progress.outcome)
         progress.has_pretrained = True
-        save_metrics = checkpoints.save(progress)
+        if config.checkpoint.every_steps:
+            save_metrics = checkpoints.save(progress)
 
     for step, phase in progress.phases:  # value warm-up steps, then policy steps
         asked = time.monotonic()
@@ -130,5 +131,6 @@ def train(
 
     after: EvalResult = link.request(EvalRequest(name="after"), EvalResult)
     progress.add_evaluation(after.pass_rate)
-    checkpoints.save(progress)  # a finished run can be prolonged
+    if config.checkpoint.every_steps:
+        checkpoints.save(progress)  # a finished run can be prolonged
     return after.pass_rate

@@ -10,9 +10,21 @@ from megatron_sao.config import load_config
 from megatron_sao.errors import TrainingError
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.parallel.init import start_world
-from megatron_sao.records import Ack, Batch, EvalRequest, EvalResult, Goodbye, NeedBatch, StepReport
-from megatron_sao.train.loop import train
+from megatron_sao.records import (
+    Ack,
+    Batch,
+    EvalRequest,
+    EvalResult,
+    Goodbye,
+    NeedBatch,
+    SaveState,
+    StepReport,
+)
+from megatron_sao.train import loop
+from megatron_sao.train.link import StopAsked
 from megatron_sao.train.outcome import Outcome
+from megatron_sao.train.progress import Progress
+from megatron_sao.train.saving import Checkpoints
 from megatron_sao.train.setup import build_trainer
 from tests.support.folders import make_folder, read_weights
 from tests.support.ranks import run_ranks
@@ -26,7 +38,7 @@ class Scheduler:
     """Answers the trainer and writes down what happened, pushes included.
 
     `batches` says by step number what a batch is like: "silent" = no action token, "bad" = a reward that is not
-    finite, "stale" = written one version ago.
+    finite, "stale" = written one version ago, "stop" = there is none, the run shall end.
     """
 
     def __init__(self, batches):
@@ -41,13 +53,16 @@ class Scheduler:
 
     def request(self, message, expected, timeout_s=None):
         self.events.append(message)
+        wanted = {EvalRequest: "name", NeedBatch: "step"}.get(type(message))
+        if wanted and self.batches.get(getattr(message, wanted)) == "stop":
+            raise StopAsked("test")
         if isinstance(message, EvalRequest):
             rate = {"before": 0.25, "after": 0.75}.get(message.name, 0.5)
             answer = EvalResult(name=message.name, pass_rate=rate, mean_reward=rate, num_episodes=4)
         elif isinstance(message, NeedBatch):
             answer = Batch(step=message.step, trajectories=self.batch(message), metrics={})
         else:
-            assert isinstance(message, StepReport | Goodbye)
+            assert isinstance(message, StepReport | SaveState | Goodbye)
             answer = Ack()
         assert isinstance(answer, expected)
         return answer
@@ -70,6 +85,7 @@ class Scheduler:
         short = {NeedBatch: lambda m: f"need {m.step} {m.phase} v{m.policy_version}", Goodbye: lambda m: m.reason}
         short[StepReport] = lambda m: f"report {m.step} {m.phase} v{m.policy_version} {m.is_trained}"
         short[EvalRequest] = lambda m: f"eval {m.name}"
+        short[SaveState] = lambda m: f"save {m.step}"
         return [f"{e[0]} {e[1]}" if isinstance(e, tuple) else short[type(e)](e) for e in self.events]
 
 
@@ -78,19 +94,22 @@ def folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("moe") / "model")
 
 
-def whole_run(folder, export, batches, overrides):
+def whole_run(folder, export, batches, overrides, resume=None):
     config = load_config(None, ["schedule.batch_trajectories=4", *overrides])
     trainer = build_trainer(config, HFFolder(folder), start_world(config))
     scheduler = Scheduler(batches)
+    checkpoints = Checkpoints(trainer, scheduler, export.parent / "checkpoints")
+    progress = checkpoints.restore(resume) if resume else Progress.at_start(config)
     try:
-        summary = train(trainer, scheduler, scheduler, export)
+        summary = loop.run(trainer, scheduler, scheduler, checkpoints, progress, export)
     except TrainingError as error:
         summary = str(error)
     return scheduler, summary
 
 
-def run(folder, tmp_path, batches=None, *overrides):
-    ((scheduler, summary),) = run_ranks(1, whole_run, folder, tmp_path / "export", batches or {}, overrides)
+def run(folder, tmp_path, batches=None, *overrides, saves=False, resume=None):
+    overrides = overrides if saves else (*overrides, "checkpoint.every_steps=0")
+    ((scheduler, summary),) = run_ranks(1, whole_run, folder, tmp_path / "export", batches or {}, overrides, resume)
     return scheduler, summary
 
 
@@ -131,6 +150,49 @@ def test_reports_say_what_the_step_did_and_how_long_it_took(folder, tmp_path):
     assert step["push/total_s"] == 0.5
     for metrics in (warmup, step):
         assert all(metrics[f"time/{part}_s"] >= 0 for part in ("wait", "train", "push", "step"))
+
+
+def test_a_run_saves_after_pretraining_when_due_and_at_its_end(folder, tmp_path):
+    pretraining = ["value.pretrain_trajectories=8", "value.pretrain_batch_trajectories=4", "value.warmup_steps=1"]
+    scheduler, _ = run(folder, tmp_path, {}, "run.steps=4", "checkpoint.every_steps=2", *pretraining, saves=True)
+    names = [name for name in scheduler.names() if name.startswith(("save", "need", "eval", "finished"))]
+    assert names == [
+        "eval before",
+        "need 0 value_pretrain v0",
+        "save 0",
+        "need 1 value_warmup v0",
+        "need 2 train v0",
+        "save 2",
+        "need 3 train v1",
+        "need 4 train v2",
+        "save 4",
+        "need 5 train v3",
+        "eval after",
+        "save 5",
+        "finished",
+    ]
+    reports = {report.step: report.metrics for report in scheduler.of(StepReport) if report.phase != "value_pretrain"}
+    assert {step: metrics.get("save/bytes", 0) > 0 for step, metrics in reports.items()} == {
+        1: True, 2: False, 3: True, 4: False, 5: True,
+    }  # a save is reported with the step after it
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+
+
+@pytest.mark.parametrize("where", ["before", 2, "after"])
+def test_a_stopped_run_saves_and_the_resumed_one_does_the_rest(folder, tmp_path, where):
+    overrides = ["run.steps=3", "value.warmup_steps=0"]
+    whole, whole_summary = run(folder, tmp_path / "whole", {}, *overrides)
+    stopped, nothing = run(folder, tmp_path, {where: "stop"}, *overrides)
+    assert nothing is None and not (tmp_path / "export").exists()
+    step = {"before": 0, 2: 1, "after": 3}[where]
+    assert stopped.names()[-2:] == [f"save {step}", "stopped"]
+    resumed, summary = run(folder, tmp_path, {}, *overrides, resume=tmp_path / "checkpoints" / f"step-{step:06d}")
+    assert resumed.names()[0] == f"connect {step}"
+    rest = whole.names()[1:]
+    assert stopped.names()[1:-3] + resumed.names()[1:] == rest
+    assert summary == whole_summary
+    exports = [read_weights(path / "export") for path in (tmp_path / "whole", tmp_path)]
+    assert all(torch.equal(weight, exports[1][name]) for name, weight in exports[0].items())
 
 
 def test_a_step_without_signal_pushes_nothing_and_keeps_the_version(folder, tmp_path):
@@ -176,7 +238,8 @@ def poisoned_run(folder, export, overrides, bad_rank):
     before = [p.detach().clone() for model in models for p in model.chunks[0].parameters()]
     scheduler = Scheduler({})
     with pytest.raises(TrainingError) as caught:
-        train(trainer, scheduler, scheduler, export)
+        checkpoints = Checkpoints(trainer, scheduler, export.parent / "checkpoints")
+        loop.run(trainer, scheduler, scheduler, checkpoints, Progress.at_start(config), export)
     after = [p.detach() for model in models for p in model.chunks[0].parameters()]
     is_unmoved = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return str(caught.value), len(scheduler.of(StepReport)), is_unmoved, scheduler.names()
