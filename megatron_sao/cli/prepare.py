@@ -15,7 +15,7 @@ from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model
 from megatron_sao.cli.run_folder import RunStart, clear_attempt, make_run_folder, write_start
-from megatron_sao.config import Config, describe, to_toml
+from megatron_sao.config import Config, changes_since, describe, to_toml
 from megatron_sao.errors import ConfigError
 from megatron_sao.observe.progress import Progress
 
@@ -46,6 +46,8 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
     """
     folder = Path(config.run.folder) / config.run.name
     checkpoint = _checkpoint_to_resume(folder, options)
+    for change in changes_since(checkpoint, config) if checkpoint else ():
+        say(f"changed since {checkpoint.name}: {change}")
     check_before_start(config)
     model_folder = _model_folder(config)
     check_model(config, model_folder)

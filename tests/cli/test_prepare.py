@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sao.checkpoints import MANIFEST_FILE
+from megatron_sao.checkpoints import CONFIG_FILE, MANIFEST_FILE
 from megatron_sao.cli import files
 from megatron_sao.cli.options import parse_options
 from megatron_sao.cli.prepare import SWITCHES, prepare
@@ -19,7 +19,8 @@ def attempt(tmp_path, tiny_folder):
     """Prepares the run tmp_path/runs/mine of a tiny model with these switches; -> (run folder, what it said)."""
 
     def prepare_with(*switches: str) -> tuple[Path, list[str]]:
-        argv = ["--run.folder", str(tmp_path / "runs"), "--run.name", "mine", "--model.path", str(tiny_folder), *switches]
+        argv = ["--run.folder", str(tmp_path / "runs"), "--run.name", "mine", "--model.path", str(tiny_folder)]
+        argv += ["--warm_start.enabled", "false", *switches]
         options = parse_options(argv, about="", switches=SWITCHES)
         said = []
         return prepare(options.load_config(), options, said.append), said
@@ -31,6 +32,7 @@ def add_checkpoint(run_folder: Path, step: int, name: str = "") -> Path:
     folder = run_folder / files.CHECKPOINTS_FOLDER / (name or f"step-{step:06d}")
     folder.mkdir(parents=True)
     (folder / MANIFEST_FILE).write_text("{}")
+    (folder / CONFIG_FILE).write_text((run_folder / files.CONFIG_FILE).read_text())
     return folder
 
 
@@ -83,6 +85,15 @@ def test_a_requeued_run_that_has_saved_nothing_begins_again(attempt):
     attempt("--resume-or-start")
     folder, said = attempt("--resume-or-start")
     assert read_start(folder).resume is None and "moved to mine.1" in said[0]
+
+
+def test_what_has_changed_is_said_and_what_must_not_is_refused(attempt):
+    folder, _ = attempt()
+    add_checkpoint(folder, 20)
+    _, said = attempt("--resume", "--run.steps", "500")
+    assert any("run.steps" in line and "500" in line for line in said)
+    with pytest.raises(ConfigError, match="run.seed"):
+        attempt("--resume", "--run.seed", "9")
 
 
 def test_both_ways_of_resuming_at_once_are_refused(attempt):
