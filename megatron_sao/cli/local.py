@@ -64,7 +64,7 @@ def run(config: Config, options: Options, started: float) -> int:
             running.callback(engines[-1].process.stop)
         trainer = start_trainer(config, run_folder)
         running.callback(trainer.stop)
-        scheduler = _start_scheduler(run_folder, [engine.process.url for engine in engines])
+        scheduler = _start_scheduler(run_folder, start.model, [engine.process.url for engine in engines])
         running.callback(scheduler.stop)
         say(f"starting {len(engines)} engine(s), {config.parallel.world_size} trainer ranks and the scheduler")
         _wait_until_ready(engines, [scheduler, trainer], stop)
@@ -82,9 +82,9 @@ def _start_engine(config: Config, number: int, model_folder: Path, run_folder: P
     return KeptEngine(process, config.engine.restarts, say)
 
 
-def _start_scheduler(run_folder: Path, urls: list[str]) -> ChildProcess:
+def _start_scheduler(run_folder: Path, model: Path, urls: list[str]) -> ChildProcess:
     command = [sys.executable, "-m", "megatron_sao.cli.scheduler", str(run_folder / CONFIG_FILE)]
-    command += ["--run-folder", str(run_folder), "--engines", ",".join(urls)]
+    command += ["--run-folder", str(run_folder), "--model", str(model), "--engines", ",".join(urls)]
     return ChildProcess("scheduler", command, run_folder / LOGS_FOLDER / "scheduler.log", shows_output=True)
 
 
