@@ -1,5 +1,6 @@
 """The engines of a run as whoever supervises them sees them: their settings, and a server that is kept alive."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,34 +42,38 @@ class KeptEngine:
 
     def __init__(self, process: EngineProcess, restarts: int, say: Callable[[str], None]):
         self.process = process
+        self.is_ready = False
         self._say = say
         self._log_path = Path(process.settings.log_path)
         self._restarts = restarts
         self._num_restarts = 0
-        self._is_ready = False
         self._was_ready = False
-
-    def wait_ready(self, meanwhile: Callable[[], None]) -> float:
-        """Wait for the first start. Returns: seconds it took. Raises: as EngineProcess.wait_ready."""
-        seconds = self.process.wait_ready(meanwhile)
-        self._is_ready = self._was_ready = True
-        return seconds
+        self._started_s = time.monotonic()
 
     def check(self) -> None:
-        """Effect: starts it again if it has died. Raises: EngineError when it has died too often."""
+        """Effect: sees whether it has become ready; starts it again if it has died.
+
+        Raises: EngineError when it was never ready in time, or has died too often.
+        """
         try:
-            if self._is_ready or not self._was_ready:
+            if self.is_ready:
                 self.process.check_alive()
             elif self.process.is_ready():
-                self._is_ready = True
-                self._say(f"engine {self.process.url} is back; the next push takes it in")
+                self._say_that_it_is_ready()
         except EngineError as error:
             if not self._was_ready or self._num_restarts == self._restarts:
                 raise
             self._start_again(str(error))
 
+    def _say_that_it_is_ready(self) -> None:
+        if self._was_ready:
+            self._say(f"engine {self.process.url} is back; the next push takes it in")
+        else:
+            self._say(f"engine {self.process.url} ready after {time.monotonic() - self._started_s:.0f} s")
+        self.is_ready = self._was_ready = True
+
     def _start_again(self, reason: str) -> None:
         self._num_restarts += 1
-        self._is_ready = False
+        self.is_ready = False
         self._say(f"{reason.splitlines()[0].rstrip(':')}; starting it again ({self._num_restarts} of {self._restarts})")
         self.process.start_again(self._log_path.with_suffix(f".{self._num_restarts}.log"))

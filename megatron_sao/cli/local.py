@@ -89,13 +89,10 @@ def _start_scheduler(run_folder: Path, model: Path, urls: list[str]) -> ChildPro
 
 
 def _wait_until_ready(engines: list[KeptEngine], others: list[ChildProcess], stop: StopOnSignal) -> None:
-    def check() -> None:
+    while not all(engine.is_ready for engine in engines):
         stop.check()
         _check(engines, others)
-
-    for engine in engines:
-        seconds = engine.wait_ready(meanwhile=check)
-        say(f"engine {engine.process.url} ready after {seconds:.0f} s")
+        time.sleep(0.1)
 
 
 # Exit codes of a process that complains about another one, which mostly has ended or is about to.

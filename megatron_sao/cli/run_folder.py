@@ -48,6 +48,15 @@ def read_start(folder: Path) -> RunStart:
         ) from error
 
 
+def register_engine(folder: Path, number: int, url: str) -> None:
+    """Effect: tells the scheduler where this engine listens, or will once it has started."""
+    path = folder / ENGINES_FOLDER / f"engine-{number}.json"
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps({"url": url}) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
 def make_run_folder(path: Path) -> Path | None:
     """Effect: an empty folder at `path`. Returns: where an earlier run went that stood there."""
     aside = None

@@ -16,10 +16,6 @@ class Server:
         self.url, self.is_dead, self.logs = "http://127.0.0.1:1", False, []
         self.num_looks = 0
 
-    def wait_ready(self, meanwhile):
-        meanwhile()
-        return 1.0
-
     def check_alive(self):
         if self.is_dead:
             raise EngineError("the engine has ended:\n  because")
@@ -38,7 +34,10 @@ def test_an_engine_is_started_again_so_often_and_no_more(tmp_path):
     server = Server(tmp_path)
     told = []
     engine = KeptEngine(server, 2, told.append)
-    engine.wait_ready(meanwhile=engine.check)
+    for _ in range(3):
+        assert not engine.is_ready
+        engine.check()
+    assert engine.is_ready and "http://127.0.0.1:1 ready after" in told[0]
     for _ in range(2):
         server.is_dead = True
         for _ in range(4):

@@ -1,0 +1,113 @@
+"""The engines of one rollout host of a prepared run; `launch/node.sh` starts it.
+
+    python -m megatron_sao.cli.engines RUN_FOLDER [--nodes N --node-rank K --rendezvous HOST:PORT]
+
+It starts this host's share of the engines, tells the scheduler through `engines/engine-N.json` where each listens, and
+starts one that dies again, `engine.restarts` times. It ends when the scheduler has written its summary, and nothing
+that it started outlives it. A signal asks the whole run to stop (`cli/stop.py`); an engine that ends then, by the same
+signal for example, is left as it is: what is left of the run needs no engine.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_sao.cli.files import LOGS_FOLDER, STOP_FILE, SUMMARY_FILE
+from megatron_sao.cli.kept_engine import KeptEngine, engine_settings
+from megatron_sao.cli.network import PLACE_VALUES, HostPlace, host_place
+from megatron_sao.cli.node import prepared_run
+from megatron_sao.cli.options import parse_options, run_command
+from megatron_sao.cli.run_folder import read_start, register_engine
+from megatron_sao.cli.slurm import gpus_on_node
+from megatron_sao.cli.stop import StopOnSignal
+from megatron_sao.config import Config, describe
+from megatron_sao.config.devices import engine_devices, visible_devices
+from megatron_sao.errors import ConfigError
+from megatron_sao.rollout.engine_process import EngineProcess, is_cpu_build
+
+_ABOUT = "Run the engines of one rollout host of a prepared run: RUN_FOLDER."
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse_options(argv, about=_ABOUT, values=PLACE_VALUES)
+    run_folder, config = prepared_run(options, "engines")
+    place = host_place(options.values, config.parallel.interface)
+    numbers = engines_of_host(config.engine.count, place.num_hosts, place.number)
+    devices = devices_of_engines(os.environ, len(numbers), config.engine.tensor_parallel, is_cpu_build())
+    if "dry-run" in options.switches:
+        print(describe(config))
+        for number, shown in zip(numbers, devices, strict=True):
+            say(f"would start engine {number} at {place.address} ({place.interface}), GPUs: {shown or 'none'}")
+        return
+    model_folder = read_start(run_folder).model
+    stop = StopOnSignal(run_folder, config.checkpoint.stop_grace_s, say)
+    with ExitStack() as running:
+        engines = []
+        for number, shown in zip(numbers, devices, strict=True):
+            engine = start_engine(config, number, model_folder, run_folder, place, shown)
+            running.callback(engine.process.stop)
+            engines.append(engine)
+        keep(engines, run_folder, stop)
+        say("the run is over")
+
+
+def say(message: str) -> None:
+    print(f"[engines] {message}", flush=True)
+
+
+def engines_of_host(count: int, num_hosts: int, host: int) -> range:
+    """The numbers of the engines on one of so many hosts: each has as many, in order. Raises: ConfigError."""
+    if count % num_hosts:
+        raise ConfigError(f"--nodes {num_hosts} does not divide engine.count = {count}; change either")
+    share = count // num_hosts
+    return range(host * share, (host + 1) * share)
+
+
+def devices_of_engines(env: Mapping[str, str], count: int, tensor_parallel: int, is_cpu_build: bool) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each of `count` engines of a host; empty where there are no GPUs to share out.
+
+    The GPUs are those that CUDA_VISIBLE_DEVICES shows this program, else as many as SLURM gave, else all of the host.
+    Raises: ConfigError when they do not suffice.
+    """
+    if "CUDA_VISIBLE_DEVICES" in env:
+        visible = visible_devices(env["CUDA_VISIBLE_DEVICES"])
+    elif "SLURM_GPUS_ON_NODE" in env:
+        visible = [str(number) for number in range(gpus_on_node(env))]
+    else:
+        visible = [str(number) for number in range(count * tensor_parallel)]
+    if is_cpu_build and len(visible) < count * tensor_parallel:
+        return [""] * count
+    return [engine_devices(visible, number, tensor_parallel) for number in range(count)]
+
+
+def start_engine(
+    config: Config, number: int, model_folder: Path, run_folder: Path, place: HostPlace, devices: str
+) -> KeptEngine:
+    """Effect: the engine is starting, and the scheduler is told where it will listen."""
+    log_path = run_folder / LOGS_FOLDER / f"engine-{number}.log"
+    settings = replace(
+        engine_settings(config, number, model_folder, log_path),
+        host=place.address,
+        interface=place.interface,
+        devices=devices,
+    )
+    process = EngineProcess(settings).start()
+    say(f"engine {number} is starting at {process.url}" + (f" on GPUs {devices}" if devices else ""))
+    register_engine(run_folder, number, process.url)
+    return KeptEngine(process, config.engine.restarts, say)
+
+
+def keep(engines: list[KeptEngine], run_folder: Path, stop: StopOnSignal) -> None:
+    """Wait until the run is over; engines that die before it is told to stop are started again.
+
+    Raises: EngineError when one does not start or dies too often, SaoError when a stop takes too long.
+    """
+    while not (run_folder / SUMMARY_FILE).exists():
+        stop.check()
+        if not (run_folder / STOP_FILE).exists():
+            for engine in engines:
+                engine.check()
+        time.sleep(0.2)
