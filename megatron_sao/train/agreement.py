@@ -1,5 +1,6 @@
 """Work that every rank does for itself, with a fault of one made an error on all: nobody waits for who gave up."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ class Agreement:
 
         Args:
             subject: begins the message of a fault that does not name its subject.
-        Raises: CheckpointError on every rank when it failed on one, or one was not heard of in time.
+        Raises: CheckpointError on every rank when it failed on one or took too long; whatever a collective raises when
+            a rank has ended.
         Collective: every rank of the world.
         """
         done, fault = None, ""
@@ -34,13 +36,16 @@ class Agreement:
             fault = str(error)
         except (OSError, RuntimeError, SaoError) as error:
             fault = f"{subject}, rank {world_rank()}: {error}"
+        started = time.monotonic()
         try:
             collected = self.world.collect((done, fault))
             fault = self.world.broadcast(next((f for _, f in collected or () if f), ""))
         except RuntimeError as error:
+            if time.monotonic() - started < self._timeout_s:
+                raise  # a rank has ended: which one, and why, others know
             raise CheckpointError(
-                f"{subject}: not every rank was heard of; one has ended, or needs more than checkpoint.timeout_s ="
-                f" {self._timeout_s:g} ({error})"
+                f"{subject}: another rank needs more than checkpoint.timeout_s = {self._timeout_s:g} s longer than rank"
+                f" {world_rank()} for its part; is its disk slow, or gone?"
             ) from error
         if fault:
             raise CheckpointError(fault)

@@ -8,9 +8,9 @@ from megatron_sao import checkpoints
 from megatron_sao.config import load_config
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.parallel.init import start_world
-from megatron_sao.records import TRAIN, Ack, SaveState
+from megatron_sao.records import Ack, SaveState, Trajectory
 from megatron_sao.train.progress import Progress
-from megatron_sao.train.sao_step import sao_step
+from megatron_sao.train.replay import replay_steps
 from megatron_sao.train.saving import Checkpoints
 from megatron_sao.train.setup import Trainer, build_trainer
 from tests.support.trajectories import random_trajectories
@@ -51,15 +51,15 @@ def start(folder, run, overrides) -> tuple[Trainer, Checkpoints]:
     return trainer, Checkpoints(trainer, SchedulerPart(trainer), Path(run))
 
 
+def batch_of(step: int, policy_version: int) -> list[Trajectory]:
+    """What every run here trains on in a step."""
+    return random_trajectories(6, seed=step, newest_version=policy_version)
+
+
 def train_until(trainer: Trainer, progress: Progress, last: int) -> list[dict[str, float]]:
-    """Train the steps up to `last`, each on trajectories of its own; -> their metrics."""
+    """Train the steps up to `last`; -> their metrics."""
     metrics = []
-    for step, phase in progress.phases:
-        trajectories = random_trajectories(6, seed=step, newest_version=progress.policy_version)
-        share = trainer.share_of_batch(trajectories, progress.policy_version)
-        result = sao_step(trainer.models, share, trainer.config, trains_policy=phase == TRAIN)
-        progress.policy_version += result.has_updated_policy
-        progress.finish_step(phase, result)
+    for step, result in replay_steps(trainer, progress, lambda n, phase: batch_of(n, progress.policy_version)):
         metrics.append(result.metrics)
         if step == last:
             break
