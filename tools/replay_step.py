@@ -16,7 +16,6 @@ run.deterministic and the layout of the run all are 0; another layout adds in an
 """
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -25,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sao import checkpoints
-from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE, RUN_FILE
+from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from megatron_sao.cli.options import hush_libraries, run_command
+from megatron_sao.cli.run_folder import read_start
 from megatron_sao.config import Config, load_config
-from megatron_sao.errors import ConfigError, DataError
+from megatron_sao.errors import DataError
 from megatron_sao.observe.metrics import METRICS_FILE, read_metrics
 from megatron_sao.observe.trajectories import read_trajectories, trajectories_path
 from megatron_sao.records import TRAIN, WARMUP
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"dry run, nothing trained. Step {step} ({plan.phase}) would be reached from {start} by training on:")
         print("\n".join(f"  {path}" for path in plan.files.values()))
         return 0
-    found = _replay(config, _model_folder(run_folder, config, options.model), plan, step)
+    found = _replay(config, options.model or read_start(run_folder).model, plan, step)
     differences = {
         name: _difference(found[name], plan.recorded[name]) for name in sorted(found) if name in plan.recorded
     }
@@ -126,16 +126,6 @@ def _plan(run_folder: Path, config: Config, step: int) -> Plan:
 
 def _step(checkpoint: Path) -> int:
     return checkpoints.step_of(checkpoint) or 0
-
-
-def _model_folder(run_folder: Path, config: Config, given: Path | None) -> Path:
-    if given is None and (run_folder / RUN_FILE).is_file():
-        given = Path(json.loads((run_folder / RUN_FILE).read_text())["model"])
-    if given is None and config.model.path:
-        given = Path(config.model.path)
-    if given is None:
-        raise ConfigError(f"{run_folder / RUN_FILE} does not say which model the run began with; add --model HF_DIR")
-    return given
 
 
 def _replay(config: Config, model_folder: Path, plan: Plan, step: int) -> dict[str, float]:

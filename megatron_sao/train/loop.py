@@ -52,6 +52,7 @@ def run(
         pass_rate_after = train(trainer, link, pusher, checkpoints, progress)
     except StopAsked:
         checkpoints.save(progress)
+        checkpoints.finish()
         link.request(Goodbye(reason=STOPPED), Ack)
         return None
 
@@ -127,10 +128,11 @@ def train(
         if progress.phases.evaluation_is_due:
             evaluated: EvalResult = link.request(EvalRequest(name=f"step-{step}"), EvalResult)
             progress.add_evaluation(evaluated.pass_rate)
-        save_metrics = checkpoints.save(progress) if checkpoints.is_due(progress) else {}
+        save_metrics = checkpoints.save(progress) if checkpoints.is_due(progress) else checkpoints.settle()
 
     after: EvalResult = link.request(EvalRequest(name="after"), EvalResult)
     progress.add_evaluation(after.pass_rate)
     if config.checkpoint.every_steps:
         checkpoints.save(progress)  # a finished run can be prolonged
+        checkpoints.finish()
     return after.pass_rate

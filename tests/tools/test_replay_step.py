@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from megatron_sao.cli.run_folder import RunStart, write_start
 from megatron_sao.config import to_toml
 from megatron_sao.errors import ConfigError, DataError
 from megatron_sao.observe.metrics import MetricsSink
@@ -52,7 +53,7 @@ def recorded_run(folder, run):
             saving.save(progress)
     if sink:
         (run / "config.toml").write_text(to_toml(trainer.config))
-        (run / "run.json").write_text(json.dumps({"model": str(folder)}))
+        write_start(run, RunStart(model=folder, resume=None))
         sink.close()
 
 
@@ -113,7 +114,7 @@ def test_what_a_replay_lacks_is_named(run):
     with pytest.raises(DataError, match="has no line of step 5; its last step is 4"):
         replay(run, 5)
     (run / "run.json").unlink()
-    with pytest.raises(ConfigError, match="add --model HF_DIR"):
+    with pytest.raises(ConfigError, match="is no prepared run folder"):
         replay(run, 4)
     (run / "trajectories" / "train-000003.parquet").unlink()
     with pytest.raises(DataError, match="needs the trajectories of steps 3 to 4, but .*train-000003.parquet is missing"):
