@@ -7,6 +7,7 @@ It starts the processes, waits, and ends as they do, with the cause as its messa
 the whole run (`cli/stop.py`), and nothing that it started outlives it.
 """
 
+import json
 import socket
 import sys
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_sao.cli.child import ChildProcess
-from megatron_sao.cli.files import CONFIG_FILE, LOGS_FOLDER
+from megatron_sao.cli.files import CONFIG_FILE, LOGS_FOLDER, SUMMARY_FILE
 from megatron_sao.cli.network import PLACE_VALUES, HostPlace, host_place
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.cli.stop import StopOnSignal
@@ -59,7 +60,10 @@ def main(argv: Sequence[str]) -> None:
             time.sleep(0.2)
     finally:
         child.stop(grace_s=0.0)
-    if failure := child.failure():
+        failure = child.failure()
+        if role == "scheduler" and not (run_folder / SUMMARY_FILE).exists():
+            _say_that_it_is_over(run_folder, failure.message if failure else "the scheduler was stopped")
+    if failure:
         error = SaoError(failure.message)
         error.exit_code = failure.exit_code
         raise error
@@ -73,6 +77,11 @@ def prepared_run(options: Options, role: str) -> tuple[Path, Config]:
         raise ConfigError(f"{', '.join(options.overrides)}: a prepared run has its configuration; give this to prepare")
     run_folder = Path(options.config_path)
     return run_folder, load_config(str(run_folder / CONFIG_FILE), ())
+
+
+def _say_that_it_is_over(run_folder: Path, outcome: str) -> None:
+    """Effect: the file that the engines' hosts wait for is there, though the scheduler could not write it itself."""
+    (run_folder / SUMMARY_FILE).write_text(json.dumps({"outcome": outcome}) + "\n", encoding="utf-8")
 
 
 def _start_trainer(options: Options, config: Config, run_folder: Path) -> ChildProcess:

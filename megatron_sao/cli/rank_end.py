@@ -5,6 +5,7 @@ Most faults meet every rank: rank 0 speaks first. A fault of one rank travels to
 cause for the program that started it, and ends.
 """
 
+import faulthandler
 import os
 import sys
 import time
@@ -72,7 +73,8 @@ class RankEnd:
 
 
 def _end_now(loss: str) -> None:
-    """Effect: ends this process, with the message and exit code of a ProtocolError."""
+    """Effect: ends this process, with the message and exit code of a ProtocolError; its log says where it was."""
+    faulthandler.dump_traceback()
     print(f"error: {loss}", file=sys.stderr, flush=True)
     record_failure(Failure(ProtocolError.exit_code, loss))
     os._exit(ProtocolError.exit_code)

@@ -7,8 +7,10 @@ the checkpoint that `run.json` there names, trains, exports the policy to `expor
 in `result.json`. A run that was told to stop saves and leaves no result.
 """
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -62,8 +64,12 @@ def _main(argv: Sequence[str], end: RankEnd) -> None:
 
 
 def _begin(run_folder: Path, has_own_log: bool) -> None:
-    """Effect: SIGTERM means what it shall mean in a rank, and output goes where it shall go."""
+    """Effect: signals mean what they shall mean in a rank, and output goes where it shall go.
+
+    SIGUSR1 writes where every thread of the rank is: for a run that seems to hang.
+    """
     stop_on_sigterm(run_folder)
+    faulthandler.register(signal.SIGUSR1)
     if has_own_log:
         log = rank_log(run_folder, int(os.environ.get("RANK", 0)))
         log.parent.mkdir(exist_ok=True)

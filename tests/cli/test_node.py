@@ -1,13 +1,16 @@
 """One host's place in the trainer, from the command line; and what is said when hosts do not find each other."""
 
+import json
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from megatron_sao.cli import node
 from megatron_sao.cli.child import hosts_missing
 from megatron_sao.cli.network import HostPlace, interface_of, own_address, resolve, split_endpoint
-from megatron_sao.config import load_config
+from megatron_sao.config import load_config, to_toml
 from megatron_sao.errors import ConfigError
 
 TWO_RANKS = load_config(None, ["parallel.tp=2"])
@@ -63,6 +66,17 @@ def test_a_wrong_place_is_refused(values, words):
 def test_a_command_that_makes_no_sense_is_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
         node.main(arguments)
+
+
+def test_the_end_of_a_scheduler_that_could_not_begin_is_written_down(tmp_path):
+    """The hosts with engines wait for this file."""
+    (tmp_path / "config.toml").write_text(to_toml(TWO_RANKS))
+    command = [sys.executable, "-m", "megatron_sao.cli.node", "scheduler", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == ConfigError.exit_code
+    outcome = json.loads((tmp_path / "scheduler_summary.json").read_text())["outcome"]
+    assert outcome.startswith("the scheduler failed: ")
+    assert ended.stderr == f"error: {outcome}\n"
 
 
 def test_an_absent_host_0_is_named():
