@@ -11,30 +11,28 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_sao.cli.options import DRY_RUN, Options, hush_libraries, parse_options, run_command
+from megatron_sao.cli.plan_placement import print_placement, say_colocated, say_engines
 from megatron_sao.cli.plan_push import print_push
-from megatron_sao.config import Config, check_model_fits, describe, load_config
+from megatron_sao.cli.tables import GIB, MIB, Report, gib
+from megatron_sao.config import Config, check_is_built, check_model_fits, describe, load_config
 from megatron_sao.convert.family import check_stage_starts, read_shape
 from megatron_sao.errors import ConfigError
+from megatron_sao.rollout.engine_memory import WorkerMemory, worker_memory
 from megatron_sao.transport.forecast import Link
 
-GIB, MIB = 2**30, 2**20
-GPU_GIB, RESERVE_GIB = 80.0, 6.0
+RESERVE_GIB = 6.0
 EXIT_DOES_NOT_FIT = 10  # beyond the codes of errors.py
 GPUS_PER_NODE = 8
-FILE_COLUMNS = 120  # of tables that go to a file
 LINK_GBPS, MESSAGE_US = 400.0, 20.0
 LOAD_US = 160.0  # vLLM 0.32's loader with 256 experts, measured on one core (README.md)
 
 _ABOUT = "The memory, traffic and balance of a run, without running it."
 _VALUES = {
     "config": "the configuration file (it may also stand alone, without --config)",
-    "gpu-gib": f"memory of one GPU in GiB (default {GPU_GIB:g})",
-    "reserve-gib": "of it for the CUDA context, NCCL, fragments of the allocator and experts that get more than their"
-    f" share of tokens (default {RESERVE_GIB:g})",
+    "gpu-gib": "memory of one trainer GPU in GiB (default placement.trainer_gpu_gib)",
+    "reserve-gib": "of a GPU for the CUDA context, NCCL, fragments of the allocator and experts that get more than"
+    f" their share of tokens (default {RESERVE_GIB:g})",
     "mean-tokens": "assumed length of a trajectory (default sampling.max_trajectory_tokens)",
     "link-gbps": f"of --push: network of each GPU in Gb/s, each way (default {LINK_GBPS:g})",
     "message-us": f"of --push: what a message costs besides its bytes, in microseconds (default {MESSAGE_US:g})",
@@ -49,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if "dry-run" in options.switches:
         print(describe(config))
         return 0
-    gpu_gib = _number(options, "gpu-gib", GPU_GIB)
+    gpu_gib = _number(options, "gpu-gib", config.placement.trainer_gpu_gib)
     reserve_gib = _number(options, "reserve-gib", RESERVE_GIB)
     if reserve_gib >= gpu_gib:
         raise ConfigError(f"--reserve-gib {reserve_gib:g} leaves nothing of --gpu-gib {gpu_gib:g}; lower the first")
@@ -68,19 +66,17 @@ def main(argv: Sequence[str]) -> int:
     from megatron_sao.train.plan import make_plan
     from megatron_sao.train.push_plan import plan_push
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_COLUMNS)
+    report = Report()
     if "push" in options.switches:
         gbps, message_us = _number(options, "link-gbps", LINK_GBPS), _number(options, "message-us", MESSAGE_US)
         piece_s = _number(options, "load-us", LOAD_US) / 1e6
-        with Progress(console) as progress:
+        with Progress(report.console) as progress:
             push = plan_push(config, hf_config, lambda done, total: progress.update("ranks", done, total))
-        print_push(console, config, push, Link(gbps * 1e9 / 8, message_us / 1e6), piece_s)
+        print_push(report, config, push, Link(gbps * 1e9 / 8, message_us / 1e6), piece_s)
         return 0
-    with Progress(console) as progress:
+    with Progress(report.console) as progress:
         plan = make_plan(config, hf_config, mean_tokens, lambda done, total: progress.update("stages", done, total))
-    return _Report(console, config, plan, gpu_gib, reserve_gib).print()
+    return _PlanReport(report, config, plan, worker_memory(config, hf_config), gpu_gib, reserve_gib).print()
 
 
 def _config(options: Options) -> Config:
@@ -131,12 +127,18 @@ These are transformer-engine's modules with fused kernels, as read from their so
 same list is checked against the real process, stands in models/plan_activations.py."""
 
 
-class _Report:
+class _PlanReport:
     """Prints a plan."""
 
-    def __init__(self, console: Console, config: Config, plan, gpu_gib: float, reserve_gib: float):
-        self._console, self._config, self._plan = console, config, plan
+    def __init__(
+        self, report: Report, config: Config, plan, worker: WorkerMemory, gpu_gib: float, reserve_gib: float
+    ):
+        self._config, self._plan, self._worker = config, plan, worker
         self._gpu_gib, self._reserve_gib = gpu_gib, reserve_gib
+        self._report, self._say, self._table = report, report.say, report.table
+        # With ranks of its own for the value model, each model is alone as under offload, without host memory.
+        self._has_own_ranks = config.placement.value_model == "own_ranks"
+        self._is_alone = config.parallel.offload_sleeping_model or self._has_own_ranks
 
     def print(self) -> int:
         """-> exit code: 0 if the run fits."""
@@ -147,26 +149,26 @@ class _Report:
         self._print_totals()
         self._say_balance()
         self._print_traffic()
-        return self._say_verdict()
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def _table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for number, column in enumerate(columns):
-            table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        self._console.print(table)
+        print_placement(self._report, self._config)
+        fits = self._say_verdict()
+        fits &= say_engines(self._report, self._config, self._worker, self._reserve_gib)
+        if self._config.placement.mode == "colocated":
+            fits &= self._say_colocated()
+        try:
+            check_is_built(self._config)
+        except ConfigError as error:
+            self._say(f"ONLY PLANNED: {error}")
+        return 0 if fits else EXIT_DOES_NOT_FIT
 
     def _say_layout(self) -> None:
         p = self._config.parallel
         dense, expert = self._plan.copies
         self._say(
-            f"{self._plan.shape.family}, {p.world_size} GPUs for the trainer: tp {p.tp} x pp {p.pp} x cp {p.cp} x dp"
-            f" {p.dp}, vpp {p.vpp}; experts ep {p.ep} x etp {p.etp} x {expert} copies; recompute {p.recompute};"
-            f" micro-batch {p.micro_batch_tokens:,} tokens, {-(-p.micro_batch_tokens // p.cp):,} a rank"
+            f"{self._plan.shape.family}, {p.world_size} GPUs for the"
+            f" {'policy and as many for the value model' if self._has_own_ranks else 'trainer'}: tp {p.tp} x pp"
+            f" {p.pp} x cp {p.cp} x dp {p.dp}, vpp {p.vpp}; experts ep {p.ep} x etp {p.etp} x {expert}"
+            f" copies; recompute {p.recompute}; micro-batch {p.micro_batch_tokens:,} tokens,"
+            f" {-(-p.micro_batch_tokens // p.cp):,} a rank"
         )
         self._say(f"optimizer state cut over {dense} ranks (dense parameters) and {expert} ranks (experts)")
 
@@ -202,13 +204,13 @@ class _Report:
                 a = m.activations
                 parts = [m.state.weights, m.state.gradients, m.state.optimizer]
                 parts += [a.kept + a.choices, max(a.working, a.head), a.gradients, m.awake]
-                rows.append([f"{s.stage}", *(_gib(part) for part in parts), f"{a.in_flight:g}"])
+                rows.append([f"{s.stage}", *(gib(part) for part in parts), f"{a.in_flight:g}"])
             columns = ["stage", "weights", "gradients", "optimizer"]
             columns += ["kept", "working", "backward", "awake", "in flight"]
             self._table(f"{role.capitalize()} on one rank, GiB", columns, rows)
         self._say(_MEMORY_WORDS)
         saved = [
-            f"stage {s.stage} {_gib(s.models['policy'].awake - s.models['value'].awake)}" for s in self._plan.stages
+            f"stage {s.stage} {gib(s.models['policy'].awake - s.models['value'].awake)}" for s in self._plan.stages
         ]
         self._say(f"what freezing and the smaller head save the value model, GiB a rank: {', '.join(saved)}")
 
@@ -229,11 +231,15 @@ class _Report:
         for s in self._plan.stages:
             policy, value = s.models["policy"].awake, s.models["value"].awake
             together = [s.device_bytes(offloads) for offloads in (False, True)]
-            rows.append([f"{s.stage}", *(_gib(n) for n in (policy, value, *together, s.host_bytes))])
+            rows.append([f"{s.stage}", *(gib(n) for n in (policy, value, *together, s.host_bytes))])
         columns = ["stage", "policy alone", "value alone", "both resident", "one offloaded", "then in host memory"]
+        if self._has_own_ranks:
+            self._table("Each model on its own ranks, GiB", columns[:3], [row[:3] for row in rows])
+            return
         self._table("Policy and value model on the same ranks, GiB", columns, rows)
-        host = max(s.host_bytes for s in self._plan.stages) * GPUS_PER_NODE
-        self._say(f"offload needs up to {_gib(host)} GiB of host memory on a node of {GPUS_PER_NODE} GPUs")
+        gpus = self._config.placement.trainer_gpus_per_node or GPUS_PER_NODE
+        host = max(s.host_bytes for s in self._plan.stages) * gpus
+        self._say(f"offload needs up to {gib(host)} GiB of host memory on a node of {gpus} GPUs")
 
     def _say_balance(self) -> None:
         from megatron_sao.models.plan_traffic import bubble_fraction
@@ -269,33 +275,42 @@ class _Report:
             + ("; recompute full repeats each update's forward pass" if value.recomputes else "")
         )
 
-    def _say_verdict(self) -> int:
-        offloads = self._config.parallel.offload_sleeping_model
-        worst = self._plan.worst(offloads)
-        needed, there = worst.device_bytes(offloads) / GIB, self._gpu_gib - self._reserve_gib
+    def _say_verdict(self) -> bool:
+        worst = self._plan.worst(self._is_alone)
+        needed, there = worst.device_bytes(self._is_alone) / GIB, self._gpu_gib - self._reserve_gib
         fits = needed <= there
-        how = "the sleeping model offloaded" if offloads else "both models resident"
+        how = "the sleeping model offloaded" if self._is_alone else "both models resident"
         self._say(
-            f"{'FITS' if fits else 'DOES NOT FIT'}: with {how} the worst rank is {worst.rank} (stage {worst.stage}): "
-            f"{needed:,.1f} GiB of {there:g} GiB ({self._gpu_gib:g} less a reserve of {self._reserve_gib:g})"
+            f"{'FITS' if fits else 'DOES NOT FIT'}: with"
+            f" {'each model on ranks of its own' if self._has_own_ranks else how} the worst rank is {worst.rank}"
+            f" (stage {worst.stage}): {needed:,.1f} GiB of {there:g} GiB ({self._gpu_gib:g} less a reserve of"
+            f" {self._reserve_gib:g})"
         )
-        other = self._plan.worst(not offloads)
-        self._say(
-            f"the other way (offload_sleeping_model = {str(not offloads).lower()}): rank {other.rank} (stage"
-            f" {other.stage}), {other.device_bytes(not offloads) / GIB:,.1f} GiB"
-        )
+        if not self._has_own_ranks:
+            other = self._plan.worst(not self._is_alone)
+            self._say(
+                f"the other way (offload_sleeping_model = {str(not self._is_alone).lower()}): rank {other.rank} (stage"
+                f" {other.stage}), {other.device_bytes(not self._is_alone) / GIB:,.1f} GiB"
+            )
         if self._plan.unfused_scores:
             kernel = self._config.parallel.sparse_attention_kernel
             held = "name one in" if kernel == "none" else f'"{kernel}" as'
             self._say(
                 f"CONDITION: fused sparse attention ({held} parallel.sparse_attention_kernel) that takes this layout;"
-                f" without it the scores of one layer take {_gib(self._plan.unfused_scores)} GiB"
+                f" without it the scores of one layer take {gib(self._plan.unfused_scores)} GiB"
             )
-        return 0 if fits else EXIT_DOES_NOT_FIT
+        return fits
 
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f}"
+    def _say_colocated(self) -> bool:
+        worst = self._plan.worst(self._is_alone)
+        return say_colocated(
+            self._report,
+            self._worker,
+            trainer_bytes=worst.device_bytes(self._is_alone),
+            policy_weights=max(s.models["policy"].state.weights for s in self._plan.stages),
+            host_bytes=max(s.host_bytes for s in self._plan.stages),
+            there_gib=self._gpu_gib - self._reserve_gib,
+        )
 
 
 def _mib(num_bytes: float) -> str:

@@ -2,14 +2,10 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
+from megatron_sao.cli.tables import GIB, MIB, Report
 from megatron_sao.config import Config
 from megatron_sao.transport.forecast import Link, PushForecast, forecast
 from megatron_sao.transport.plan import PushPlan, encode_plan
-
-GIB, MIB = 2**30, 2**20
 
 _WORDS = """\
 A rank sends each bucket once, to one worker, which passes it on to the same worker of the other engines (to all, if all
@@ -18,15 +14,12 @@ path follows the buckets of the plan in their order. Not counted: the pause befo
 filling a buffer while another one is sent, copies within a GPU, switches that are shared."""
 
 
-def print_push(console: Console, config: Config, plan: PushPlan, link: Link, piece_s: float) -> None:
+def print_push(report: Report, config: Config, plan: PushPlan, link: Link, piece_s: float) -> None:
     """Print the forecast of one push. Args: piece_s: as in `forecast`."""
     p, e = config.parallel, config.engine
     found = forecast(plan, num_engines=e.count, link=link, piece_s=piece_s)
     network = forecast(plan, num_engines=e.count, link=link)
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
+    say = report.say
     say(
         f"one push: {p.world_size} trainer ranks (tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp}, ep {p.ep} x etp"
         f" {p.etp}) to {e.count} engines of {e.tensor_parallel} workers; {link.bytes_per_s * 8 / 1e9:g} Gb/s each way"
@@ -39,7 +32,7 @@ def print_push(console: Console, config: Config, plan: PushPlan, link: Link, pie
         f" {sum(found.sent_bytes) / GIB:,.1f} GiB sent; an engine gets the plan itself,"
         f" {len(encode_plan(plan)) / 1e6:,.1f} MB, when it joins"
     )
-    _print_table(console, found)
+    _print_table(report, found)
     say(f"senders: most loaded / mean = {found.balance:.3f}")
     say(
         f"critical path: {_s(found.total_s)} seconds, the last byte arrives after"
@@ -52,16 +45,12 @@ def print_push(console: Console, config: Config, plan: PushPlan, link: Link, pie
     say(_WORDS)
 
 
-def _print_table(console: Console, found: PushForecast) -> None:
-    table = Table(title="Bytes of one push, GiB", title_justify="left", title_style="bold")
+def _print_table(report: Report, found: PushForecast) -> None:
     columns = ["", "least", "mean", "most", "messages, most", "seconds at the link, most"]
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-    table.add_row("sent by a trainer rank", *_spread(found.sent_bytes), f"{max(found.num_sent):,}", _s(found.sending_s))
-    table.add_row(
-        "taken by a worker", *_spread(found.received_bytes), f"{max(found.num_received):,}", _s(found.receiving_s)
-    )
-    console.print(table)
+    sent = [*_spread(found.sent_bytes), f"{max(found.num_sent):,}", _s(found.sending_s)]
+    taken = [*_spread(found.received_bytes), f"{max(found.num_received):,}", _s(found.receiving_s)]
+    rows = [["sent by a trainer rank", *sent], ["taken by a worker", *taken]]
+    report.table("Bytes of one push, GiB", columns, rows)
 
 
 def _spread(sizes: Sequence[int]) -> list[str]:

@@ -266,8 +266,8 @@ def _nodes_are_said_as_a_whole(placement: Placement) -> Iterator[str]:
         for name in rollout:
             if getattr(p, name):
                 yield (
-                    f'placement.{name} = {getattr(p, name)} has no effect with placement.mode = "colocated": the engines'
-                    " have the trainer's nodes; leave it out"
+                    f'placement.{name} = {getattr(p, name)} has no effect with placement.mode = "colocated": the'
+                    " engines have the trainer's nodes; leave it out"
                 )
         if p.rollout_gpu_gib != p.trainer_gpu_gib:
             yield (
@@ -290,6 +290,11 @@ def _trainer_fills_its_nodes(placement: Placement, parallel: Parallel) -> Iterat
         yield (
             f"placement.trainer_nodes * trainer_gpus_per_node = {p.trainer_nodes} * {p.trainer_gpus_per_node} = {gpus},"
             f" but the trainer has {product} ranks; change [placement] or [parallel]"
+        )
+    if p.value_model == "own_ranks" and parallel.offload_sleeping_model:
+        yield (
+            'parallel.offload_sleeping_model = true has no effect with placement.value_model = "own_ranks": no model'
+            " sleeps; leave it out"
         )
 
 

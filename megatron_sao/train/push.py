@@ -32,7 +32,7 @@ from megatron_sao.records import (
 )
 from megatron_sao.train.link import SchedulerLink
 from megatron_sao.transport.disk import make_sender
-from megatron_sao.transport.engine_layout import WHOLE, EngineLayout
+from megatron_sao.transport.engine_layout import WHOLE, engine_layout
 from megatron_sao.transport.group import WeightGroup, host_store, weight_group
 from megatron_sao.transport.plan import PushPlan, WireItem, encode_plan, make_plan
 from megatron_sao.transport.sender import PushStatistics, WeightSender
@@ -50,15 +50,6 @@ def wire_item(piece: WeightSlice) -> WireItem:
     if piece.is_whole:
         return WireItem(piece.hf_name, piece.dtype, piece.full_shape)
     return WireItem(piece.hf_name, piece.dtype, piece.full_shape, piece.dim, piece.start, piece.length)
-
-
-def engine_layout(config: Config, shape: ModelShape) -> EngineLayout:
-    """How the workers of one engine share the policy."""
-    return EngineLayout(
-        num_workers=config.engine.tensor_parallel,
-        num_kv_heads=0 if shape.mla else shape.num_kv_groups,
-        num_experts=shape.num_experts,
-    )
 
 
 def push_plan(

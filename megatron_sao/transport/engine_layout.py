@@ -1,6 +1,6 @@
 """Which part of each HF tensor a worker of an engine loads: a small table of name patterns, one row per role.
 
-Owns: `EngineLayout`, `Parts`, `parts_of`. Every engine of a run has the same layout, so a worker is known by its
+Owns: `EngineLayout`, `engine_layout`, `Parts`, `parts_of`. Every engine of a run has the same layout, so a worker is known by its
 *kind*: its number within its engine, which is its tensor-parallel rank. Invariants:
 - a tensor that no row of the table fits, or whose rows do not divide, is loaded whole by every kind: right, but slower;
 - a row that claims too little cannot stay unseen: the receiver poisons what a worker did not get, and the plugin
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from megatron_sao.config import Config
+from megatron_sao.convert.family import ModelShape
+
 WHOLE = -1  # a dim that stands for the whole tensor, which then counts as one row
 VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this before it cuts it over the workers
 
@@ -26,6 +29,15 @@ class EngineLayout(msgspec.Struct, frozen=True, array_like=True):
     num_kv_heads: int = 0  # of the model; 0 = unknown, then every worker gets all of them
     num_experts: int = 0  # routed experts of a layer; needed only where workers own experts
     expert_parallel: bool = False  # a worker owns whole experts instead of a cut of each
+
+
+def engine_layout(config: Config, shape: ModelShape) -> EngineLayout:
+    """How the workers of one engine share the policy."""
+    return EngineLayout(
+        num_workers=config.engine.tensor_parallel,
+        num_kv_heads=0 if shape.mla else shape.num_kv_groups,
+        num_experts=shape.num_experts,
+    )
 
 
 @dataclass(frozen=True)

@@ -73,38 +73,47 @@ def cells(text, row_starts_with):
     return [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
 
 
-LARGE = {  # configuration -> GPUs that its first line names, parameters of its model
-    "qwen3_30b_a3b": (16, 30_532_122_624),
-    "glm4.5_355b_a32b": (128, 352_797_829_024),
-    "glm5.2_744b_a40b": (256, 743_377_019_904),
+LARGE = {  # configuration -> GPUs of trainer and engines that its first line names, parameters of its model
+    "qwen3_30b_a3b_8_8": (8, 8, 30_532_122_624),
+    "qwen3_30b_a3b_64_32": (64, 32, 30_532_122_624),
+    "glm4.5_355b_a32b": (128, 64, 352_797_829_024),
+    "glm5.2_744b_a40b": (256, 128, 743_377_019_904),
 }
+LARGEST = "glm5.2_744b_a40b"
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_the_configurations_of_large_models_fit_as_they_say(name):
-    num_gpus, num_parameters = LARGE[name]
-    path = CONFIGS / f"{name}.toml"
-    code, text = plan("--config", path)
-    assert code == 0, text
-    assert f" {num_gpus} GPUs for the trainer: tp " in text
-    assert f" {num_gpus} GPUs of 80 GB for the trainer" in path.read_text().splitlines()[0]
+def check_large(name, text):
+    """The plan is as the configuration's first lines say."""
+    trainer, rollout, num_parameters = LARGE[name]
+    first, *rest = (CONFIGS / f"{name}.toml").read_text().split("\n")
+    assert f" {trainer} GPUs for the trainer: tp " in text
+    assert re.search(rf" {trainer} GPUs of 80 GB for the trainer .*, {rollout} (of 141 GB|more) for \d+ engines", first)
     assert f"policy {num_parameters:,}; config.json implies {num_parameters:,} (+0.000%)" in text
-    assert "\nFITS: with the sleeping model offloaded" in text
-    needed = re.search(r"FITS: .*: ([\d.]+) GiB of 74 GiB", text)[1]
-    assert f"{needed} of 80" in path.read_text().replace("\n# ", " ")
-    assert ("CONDITION" in text) == (name == "glm5.2_744b_a40b")
+    needed = re.search(r"\nFITS: with .*: ([\d.]+) GiB of 74 GiB", text)[1]
+    assert f" {needed} of 80" in " ".join(rest).replace(" # ", " ")
+    assert ("CONDITION" in text) == (name == LARGEST)
+    assert "Places of the 8 GPUs of each trainer node" in text and "WARNING: tp" not in text
+    assert "\nENGINES FIT: a worker needs " in text and "ONLY PLANNED" not in text
+
+
+@pytest.mark.parametrize("name", [name for name in LARGE if name != LARGEST])
+def test_the_configurations_of_large_models_fit_as_they_say(name):
+    code, text = plan("--config", CONFIGS / f"{name}.toml")
+    assert code == 0, text
+    check_large(name, text)
 
 
 def test_744b_parameters_are_planned_by_one_small_process():
     """As a user starts it: at most 120 s and 8 GB, of which most are imports."""
     started_s = time.monotonic()
-    command = [sys.executable, "-m", "megatron_sao.cli.plan", "--config", "configs/glm5.2_744b_a40b.toml"]
+    command = [sys.executable, "-m", "megatron_sao.cli.plan", "--config", f"configs/{LARGEST}.toml"]
     process = subprocess.Popen(command, cwd=CLONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     text = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, text
-    assert "stages 4/4" in text and "FITS" in text and "Warning" not in text
+    assert "stages 4/4" in text and "Warning" not in text
+    check_large(LARGEST, text)
     assert usage.ru_maxrss * 1024 < 8e9 and usage.ru_utime + usage.ru_stime < 120
     print(f"{time.monotonic() - started_s:.0f} s, {usage.ru_maxrss / 2**20:.1f} GiB")
 
@@ -158,6 +167,61 @@ def test_a_stage_that_starts_without_an_indexer_is_refused():
     assert "pipeline stage 1 starts on layer 19, but" in errors and "may start: 0, 1, 2, 6, 10" in errors
 
 
+NODES = ["trainer_nodes", "trainer_gpus_per_node", "rollout_nodes", "rollout_gpus_per_node"]
+
+
+def placed(*numbers):
+    return [word for name, number in zip(NODES, numbers) for word in (f"--placement.{name}", number)]
+
+
+def test_the_plan_shows_what_lies_on_which_node_and_warns_of_what_crosses_them(tiny):
+    layout = ["--parallel.tp", 2, "--parallel.dp", 2, "--parallel.pp", 2, "--parallel.ep", 4, "--engine.count", 2]
+    code, text = plan(tiny, *layout, *placed(4, 2, 1, 2))
+    assert code == 0, text
+    assert [row[:7] for row in cells(text, "[0-3]")][-4:] == [
+        ["0", "0-1", "0", "0", "0", "0-1", "0-1"],
+        ["1", "2-3", "0", "1", "0", "0-1", "2-3"],
+        ["2", "4-5", "1", "0", "0", "0-1", "0-1"],
+        ["3", "6-7", "1", "1", "0", "0-1", "2-3"],
+    ]
+    assert "groups within a node: tp; over several (how many): dp (2), pp (2), ep (2)" in text
+    assert "WARNING: ep = 4 crosses nodes of 2 GPUs" in text and "WARNING: tp" not in text
+    assert "2 engine(s) of 1 GPU(s) on 1 more node(s), 2 on each" in text
+    _, text = plan(tiny, *layout, *placed(8, 1, 1, 2))
+    assert "WARNING: tp = 2 crosses nodes of 1 GPUs: every layer's matrices wait for the network; lower" in text
+
+
+def test_engines_must_fit_their_gpus_and_hold_one_sequence(tiny):
+    code, text = plan(tiny, "--placement.rollout_gpu_gib", 6.01)
+    assert code == EXIT_DOES_NOT_FIT and "\nFITS: " in text
+    assert "ENGINES DO NOT FIT: a worker needs 0.2 GiB of 0.01 (6.01 less a reserve of 6)" in text
+    code, text = plan(tiny, "--engine.kv_cache_bytes", 256 * 1024 - 1, "--engine.max_model_len", 256)
+    assert code == EXIT_DOES_NOT_FIT  # a token takes 4 layers x 2 x 2 heads x 16 x 4 bytes
+    assert "ENGINES DO NOT START: vLLM asks for a cache of engine.max_model_len = 256 tokens" in text
+
+
+def test_trainer_and_engines_in_turns_on_the_same_gpus_are_planned_only(tiny):
+    together = ["--placement.mode", "colocated", "--parallel.dp", 2, "--engine.count", 2]
+    code, text = plan(tiny, *together, *placed(1, 2))
+    assert code == 0, text
+    assert re.search(r"COLOCATED FITS: the trainer at work .*, engines at work .*, a push .* of 74; whoever", text)
+    assert "2 engine(s) of 1 GPU(s) on the trainer's nodes, 2 on each" in text
+    assert 'ONLY PLANNED: placement.mode = "colocated" can be planned' in text
+    # 64 MiB of cache and 2 buckets of 64 MiB twice: more than what is left for whoever is at work.
+    code, text = plan(tiny, *together, *placed(1, 2), "--gpu-gib", 6.2)
+    assert code == EXIT_DOES_NOT_FIT and "COLOCATED DOES NOT FIT" in text
+
+
+def test_a_value_model_on_ranks_of_its_own_is_planned_only(tiny):
+    code, text = plan(tiny, "--placement.value_model", "own_ranks", "--parallel.dp", 2, *placed(2, 2, 1, 1))
+    assert code == 0, text
+    assert "Each model on its own ranks, GiB" in text and "host memory" not in text
+    assert "2 GPUs for the policy and as many for the value model: tp 1" in text
+    assert "the same again on nodes 1 to 1 for the value model" in text
+    assert "\nFITS: with each model on ranks of its own the worst rank is" in text
+    assert 'ONLY PLANNED: placement.value_model = "own_ranks" can be planned' in text
+
+
 def test_a_push_is_predicted_from_the_plan_that_the_trainer_makes(tiny):
     """All four ranks of TP2 x EP2 x DP2 hold something of their own; the two workers of an engine take half of most."""
     layout = ["--parallel.tp", 2, "--parallel.ep", 2, "--parallel.dp", 2, "--engine.count", 2]
@@ -180,7 +244,7 @@ def test_the_push_of_744b_parameters_is_balanced_and_planned_by_one_small_proces
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, text
-    assert "256 trainer ranks" in text and "4 engines of 32 workers; 400 Gb/s" in text
+    assert "256 trainer ranks" in text and "16 engines of 8 workers; 400 Gb/s" in text
     assert 1 <= float(re.search(r"most loaded / mean = ([\d.]+)", text)[1]) <= 1.15
     assert usage.ru_maxrss * 1024 < 8e9 and usage.ru_utime + usage.ru_stime < 120
     print(f"{usage.ru_utime + usage.ru_stime:.0f} s, {usage.ru_maxrss / 2**20:.1f} GiB\n{text}")

@@ -400,6 +400,10 @@ def test_a_placement_that_fits_is_accepted(overrides):
             placed((2, 8), NOT_SAID, COLOCATED, "placement.rollout_gpu_gib=141.0", engines=8),
             "placement.rollout_gpu_gib = 141 is not placement.trainer_gpu_gib = 80",
         ),
+        (
+            placed((4, 8), (1, 8), OWN_RANKS, "parallel.offload_sleeping_model=true"),
+            "parallel.offload_sleeping_model = true has no effect with placement.value_model",
+        ),
         (["placement.mode=shared"], "placement.mode = 'shared' must be 'separate' or 'colocated'"),
         (["placement.rollout_gpu_gib=0"], "placement.rollout_gpu_gib = 0 must be greater than 0"),
     ],

@@ -31,6 +31,8 @@ def test_what_was_not_run_says_so_and_how_many_gpus_it_takes(path):
     shape = json.loads((CONFIGS.parent / config.model.path / "config.json").read_text())
     check_model_fits(config, shape)
     assert config.push.backend == "nccl" and config.model.dtype == "bfloat16"
+    assert config.placement.trainer_gpus == config.parallel.world_size
+    assert f" for {config.engine.count} engines" in first and f" {config.placement.rollout_gpus} " in first
 
 
 @pytest.mark.parametrize("arm", ARMS)

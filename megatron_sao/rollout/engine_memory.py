@@ -1,0 +1,87 @@
+"""What one worker of an engine keeps on its GPU, from shapes alone: weights, key/value cache, buffers of a push.
+
+Not counted: activations, CUDA graphs, the context (a reserve of the plan), scales of FP8 matrices (below 0.2%), and
+the up-projections that vLLM's MLA keeps a second time. Source of the cache's layout: vLLM 0.32, kv_cache_interface.py
+and DeepseekV32IndexerCache. No torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from megatron_sao.config import Config
+from megatron_sao.convert.expected import expected_tensors
+from megatron_sao.convert.family import ModelShape, read_shape
+from megatron_sao.transport.engine_layout import WHOLE, EngineLayout, engine_layout, parts_of
+from megatron_sao.transport.plan import DTYPE_BYTES
+
+INDEX_BLOCK = 128  # the indexer's keys are FP8 with one fp32 scale for so many numbers
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """One worker, the fullest of an engine; bytes."""
+
+    weights: int
+    cache: int
+    buckets: int
+    token_bytes: int  # of the cache
+
+    @property
+    def total(self) -> int:
+        """While it serves; a push needs no more."""
+        return self.weights + self.cache + self.buckets
+
+    @property
+    def cache_tokens(self) -> int:
+        """How many tokens the cache holds, of all requests together."""
+        return self.cache // self.token_bytes
+
+
+def worker_memory(config: Config, hf_config: dict[str, Any]) -> WorkerMemory:
+    """What a worker of [engine] keeps of such a model. MTP layers are not loaded by an engine."""
+    engine, shape = config.engine, read_shape(hf_config)
+    layout, itemsize = engine_layout(config, shape), DTYPE_BYTES[engine.dtype]
+    quantized = None if engine.quantization == "none" else 1
+    return WorkerMemory(
+        weights=max(_weights(expected_tensors(hf_config), layout, itemsize, quantized)),
+        cache=engine.kv_cache_bytes,
+        buckets=2 * config.push.bucket_bytes,
+        token_bytes=_token_bytes(shape, engine.tensor_parallel, itemsize),
+    )
+
+
+def _weights(
+    tensors: Mapping[str, tuple[int, ...]], layout: EngineLayout, itemsize: int, quantized: int | None
+) -> list[int]:
+    """Bytes of each kind of worker."""
+    totals = [0] * layout.num_workers
+    for name, size in tensors.items():
+        each = quantized if quantized and _is_quantized(name, size) else itemsize
+        parts = parts_of(name, size, layout)
+        for kind in range(layout.num_workers):
+            if parts is None:
+                totals[kind] += prod(size) * each
+            else:
+                start, end = parts.rows[kind]
+                rows = 1 if parts.dim == WHOLE else size[parts.dim]
+                totals[kind] += prod(size) * (end - start) // rows * each
+    return totals
+
+
+def _is_quantized(name: str, size: tuple[int, ...]) -> bool:
+    """vLLM quantises the matrices of attention, MLPs and experts; not the embeddings, the head and the router."""
+    return len(size) > 1 and name.startswith("model.layers.") and not name.endswith("mlp.gate.weight")
+
+
+def _token_bytes(shape: ModelShape, workers: int, itemsize: int) -> int:
+    """Of the cache, for one token of one worker."""
+    if not shape.mla:
+        heads = -(-shape.num_kv_groups // workers)
+        return shape.num_layers * 2 * heads * shape.head_dim * itemsize
+    latent = shape.num_layers * (shape.mla.kv_rank + shape.mla.rope_dim) * itemsize  # whole on every worker
+    if not shape.indexer:
+        return latent
+    keys = shape.indexer.head_dim + 4 * (shape.indexer.head_dim // INDEX_BLOCK)
+    return latent + sum(map(shape.has_indexer, range(shape.num_layers))) * keys
