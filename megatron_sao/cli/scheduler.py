@@ -1,10 +1,12 @@
 """Starts the scheduler of one run: engines, prompts, ledger and sinks wired together.
 
     python -m megatron_sao.cli.scheduler CONFIG --run-folder runs/local --model MODEL_FOLDER --engines URL[,URL ...]
+                                         [--resume runs/local/checkpoints/step-000040]
 
-Engines may still be starting. The trainer finds the scheduler through `scheduler.json` in the run folder. The process
-exits 0 only after the trainer said that it finished; `scheduler_summary.json` says what became of every prompt, however
-the run ended.
+Engines may still be starting. The trainer finds the scheduler through `scheduler.json` in the run folder. The file
+`stop` there, or SIGTERM, makes the run save and end before its end. The process exits 0 only after the trainer said
+that it finished or has saved, or is not missed because a stop is wanted; `scheduler_summary.json` says what became of
+every prompt, however the run ended.
 """
 
 import asyncio
@@ -12,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,15 +22,14 @@ from typing import Any
 
 import msgspec
 
+from megatron_sao.checkpoints import SCHEDULER_FOLDER, check_contents, check_sizes, read_manifest
 from megatron_sao.cli.files import ADDRESS_FILE, LEDGER_FILE, SUMMARY_FILE
 from megatron_sao.cli.options import Options, parse_options, run_command
+from megatron_sao.cli.run_observer import RunObserver
+from megatron_sao.cli.stop import ask_to_stop, reason_to_stop
 from megatron_sao.config import Config, derived_numbers, describe
 from megatron_sao.errors import ConfigError, EngineError, ProtocolError
-from megatron_sao.observe.metrics import MetricsSink
-from megatron_sao.observe.progress import Progress
-from megatron_sao.observe.report import write_report
-from megatron_sao.observe.trajectories import trajectories_path, write_trajectories
-from megatron_sao.records import PRETRAIN, TRAIN, WARMUP, EvalResult, Prompt, StepReport, Trajectory
+from megatron_sao.records import FINISHED, Prompt, StopWanted
 from megatron_sao.rollout.agent import EpisodeSettings, run_episode
 from megatron_sao.rollout.chat import Chat
 from megatron_sao.rollout.engine_client import EngineClient
@@ -35,22 +37,27 @@ from megatron_sao.rollout.engine_pool import EnginePool
 from megatron_sao.rollout.environment import Environment, Task, make_environment
 from megatron_sao.rollout.greedy import GREEDY_FILE, MAX_PROMPTS, MAX_TOKENS, GreedyRecord, continue_greedily
 from megatron_sao.rollout.prompts import PromptSource, read_prompt_file, without_overlong
-from megatron_sao.schedule.ledger import Ledger
+from megatron_sao.schedule.ledger import Ledger, restore_ledger
 from megatron_sao.schedule.loop import Scheduler, ScheduleSettings
+from megatron_sao.schedule.snapshot import SavedSchedule, read_snapshot
+from megatron_sao.schedule.stop import StopWish
 from megatron_sao.transport.channel import SchedulerChannel
 
 log = logging.getLogger(__name__)
 
+STOP_POLL_S = 0.5
+# Where SLURM signals every process of a step, this one hears it at once and again from the guard above it.
+SAME_SIGNAL_S = 2.0
 EVAL_SEED = 0  # held-out prompts are the same for every run.seed, so that runs can be compared
 
 _ABOUT = "Serve one trainer: prompts, rollouts on running engines, freshness, and the moment of each weight push."
 _VALUES = {
     "run-folder": "folder of this run; must exist",
     "model": "HF folder whose tokenizer renders the prompts",
+    "resume": "checkpoint to go on from; the trainer must start from the same",
     "engines": "addresses of the running engines, separated by commas: http://127.0.0.1:8000",
     "host": "address to listen on for the trainer (default 127.0.0.1)",
 }
-_SHOWN = {"pass": "rollout/pass_rate", "lag": "lag/mean", "wait_s": "schedule/wait_s", "ev": "value/explained_variance"}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -62,23 +69,31 @@ def main(argv: Sequence[str]) -> None:
         print(describe(config))
         return
     run_folder, model, engines = _required(options)
-    ledger_path = run_folder / LEDGER_FILE
-    if ledger_path.exists():
+    resume = Path(options.values["resume"]) if "resume" in options.values else None
+    if resume is None and (run_folder / LEDGER_FILE).exists():
         raise ConfigError(
-            f"{run_folder} already holds a run ({LEDGER_FILE}); choose another run.name or remove the folder"
+            f"{run_folder} already holds a run ({LEDGER_FILE}); go on from its checkpoint (--resume), choose another"
+            " run.name, or remove the folder"
         )
+    saved = _read_checkpoint(resume) if resume else None
     try:
-        asyncio.run(_run(config, run_folder, model, engines, options.values.get("host", "127.0.0.1")))
+        asyncio.run(_run(config, run_folder, model, engines, options.values.get("host", "127.0.0.1"), saved))
     except asyncio.CancelledError as error:
         raise ProtocolError("the scheduler was stopped before the run was over") from error
 
 
-async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[str], host: str) -> None:
-    _turn_termination_into_cancellation()
+async def _run(
+    config: Config, run_folder: Path, model: Path, engine_urls: list[str], host: str, saved: SavedSchedule | None
+) -> None:
+    stop = StopWish()
+    _heed_sigterm(run_folder, stop)
+    looking = asyncio.create_task(_look_for_stop_file(run_folder, stop))
     chat = Chat(_load_tokenizer(model))
     environment = make_environment(config.task.environment, config.task.params)
     tasks = await _tasks(config, environment, chat)
     prompts, eval_prompts = _prompts(config, environment, tasks)
+    if saved:
+        prompts.restore(saved.state.prompts)
     engines = _engine_pool(config, engine_urls)
     episode = EpisodeSettings(
         max_tokens_per_turn=config.sampling.max_tokens_per_turn,
@@ -93,13 +108,16 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
     )
     channel = SchedulerChannel(host, config.schedule.port)
     try:
-        await _wait_for_engines(engines, config.engine.start_timeout_s)  # before anything is written
+        # Before anything is written. A run that shall stop needs no engines.
+        await stop.unless(lambda: _wait_for_engines(engines, config.engine.start_timeout_s))
     except BaseException:
         await channel.close()
         await engines.close()
         raise
+    if saved:
+        restore_ledger(saved.ledger_path, run_folder / LEDGER_FILE)
     ledger = Ledger(run_folder / LEDGER_FILE)
-    observer = RunObserver(config, run_folder, chat)
+    observer = RunObserver(config, run_folder, chat, saved.state.observer if saved else None)
     outcome = "stopped from outside"
     try:
         scheduler = Scheduler(
@@ -111,19 +129,30 @@ async def _run(config: Config, run_folder: Path, model: Path, engine_urls: list[
             ledger=ledger,
             settings=_settings(config),
             observer=observer,
+            stop=stop,
+            saved=saved,
         )
         _write_json(run_folder / ADDRESS_FILE, {"address": channel.address})
         try:
-            await scheduler.run()
-            version = scheduler.policy_version
-            await _record_greedy_outputs(config, run_folder, engines, version, chat, environment, eval_prompts)
-            outcome = "finished"
+            ended = await scheduler.run()
+            if ended == FINISHED:
+                version = scheduler.policy_version
+                recorded = await stop.unless(
+                    lambda: _record_greedy_outputs(
+                        config, run_folder, engines, version, chat, environment, eval_prompts
+                    )
+                )
+                if isinstance(recorded, StopWanted):
+                    log.warning("%s is not written: the run was told to stop before its last push was compared",
+                                GREEDY_FILE)
+            outcome = ended
         except Exception as error:
             outcome = str(error)
             raise
         finally:
             _write_json(run_folder / SUMMARY_FILE, {"outcome": outcome, **scheduler.summary()})
     finally:
+        looking.cancel()
         observer.close()
         ledger.close()
         await channel.close()
@@ -179,70 +208,6 @@ async def _record_greedy_outputs(
     _write_json(run_folder / GREEDY_FILE, msgspec.to_builtins(record))
 
 
-class RunObserver:
-    """Writes metrics, trajectories and the picture into the run folder, and shows progress."""
-
-    def __init__(self, config: Config, run_folder: Path, chat: Chat) -> None:
-        self._config = config
-        self._run_folder = run_folder
-        self._sink = MetricsSink(run_folder)
-        self._decode = lambda ids: chat.tokenizer.decode(ids, skip_special_tokens=False)
-        self._progress = Progress()
-        self._progress.__enter__()
-        self._totals = {
-            PRETRAIN: 1 + derived_numbers(config)["pretrain_updates"],  # one report before the first update
-            WARMUP: config.value.warmup_steps,
-            TRAIN: config.run.steps,
-        }
-        self._num_steps: dict[str, int] = {}
-
-    def waited(self, phase: str, num_ready: int, num_needed: int) -> None:
-        """Only long waits are worth a bar: pretraining's trajectories and evaluations."""
-        if phase == PRETRAIN or phase.startswith("eval"):
-            self._progress.update(f"{phase}: episodes", num_ready, num_needed)
-
-    def stepped(self, report: StepReport, metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
-        self._sink.log(report.step, report.phase, metrics)
-        every = self._config.run.trajectories_every
-        if trajectories and every and report.step % every == 0:
-            self._write_trajectories(trajectories, report.phase, report.step)
-        done = self._num_steps[report.phase] = self._num_steps.get(report.phase, 0) + 1
-        shown = {label: metrics[name] for label, name in _SHOWN.items() if name in metrics}
-        self._progress.update(report.phase, done, max(self._totals.get(report.phase, done), done), shown)
-
-    def evaluated(self, result: EvalResult, policy_version: int, trajectories: Sequence[Trajectory]) -> None:
-        self._sink.log(
-            policy_version,
-            "eval",
-            {
-                "eval/name": result.name,
-                "eval/pass_rate": result.pass_rate,
-                "eval/mean_reward": result.mean_reward,
-                "eval/num_episodes": result.num_episodes,
-            },
-        )
-        self._write_trajectories(trajectories, f"eval-{result.name}", policy_version)
-        self._progress.say(f"held-out prompts, {result.name}: pass rate {result.pass_rate:.3f} "
-                           f"({result.num_episodes} episodes, version {policy_version})")
-
-    def position(self) -> dict[str, Any]:
-        return {"metrics": self._sink.position()}
-
-    def close(self) -> None:
-        """Effect: files are complete and the picture is drawn; a fault of the picture is only logged."""
-        self._progress.__exit__()
-        self._sink.close()
-        try:
-            write_report(self._run_folder, title=f"{self._config.run.name}: {self._config.task.environment}, "
-                                                 f"{self._config.algo.arm}, seed {self._config.run.seed}")
-        except Exception:
-            log.exception("the report of %s could not be drawn", self._run_folder)
-
-    def _write_trajectories(self, trajectories: Sequence[Trajectory], phase: str, step: int) -> None:
-        path = trajectories_path(self._run_folder, phase, step)
-        write_trajectories(path, trajectories, phase=phase, step=step, decode=self._decode)
-
-
 def _required(options: Options) -> tuple[Path, Path, list[str]]:
     missing = [f"--{name}" for name in ("run-folder", "model", "engines") if not options.values.get(name)]
     if missing:
@@ -252,6 +217,17 @@ def _required(options: Options) -> tuple[Path, Path, list[str]]:
         if not path.is_dir():
             raise ConfigError(f"{path} is no folder")
     return run_folder, model, [url for url in options.values["engines"].split(",") if url]
+
+
+def _read_checkpoint(folder: Path) -> SavedSchedule:
+    """The scheduler's part of a checkpoint. Raises: CheckpointError naming what is missing or damaged."""
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    check_contents(folder, manifest, [name for name in manifest.files if name.startswith(f"{SCHEDULER_FOLDER}/")])
+    saved = read_snapshot(folder / SCHEDULER_FOLDER)
+    log.info("going on after step %d at version %d, with %d finished trajectories",
+             saved.state.step, saved.state.policy_version, len(saved.trajectories))
+    return saved
 
 
 def _load_tokenizer(model: Path) -> Any:
@@ -310,9 +286,28 @@ def _settings(config: Config) -> ScheduleSettings:
     )
 
 
-def _turn_termination_into_cancellation() -> None:
-    task = asyncio.current_task()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+def _heed_sigterm(run_folder: Path, stop: StopWish) -> None:
+    """Effect: the first SIGTERM asks the run to stop, a later one cancels this task."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    first_s: float | None = None
+
+    def heed() -> None:
+        nonlocal first_s
+        if first_s is None:
+            first_s = loop.time()
+            reason = f"SIGTERM to the scheduler on {socket.gethostname()}"
+            stop.ask(reason)
+            ask_to_stop(run_folder, reason)
+        elif loop.time() > first_s + SAME_SIGNAL_S:
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, heed)
+
+
+async def _look_for_stop_file(run_folder: Path, stop: StopWish) -> None:
+    while (reason := reason_to_stop(run_folder)) is None:
+        await asyncio.sleep(STOP_POLL_S)
+    stop.ask(reason)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -26,6 +26,15 @@ def ask_to_stop(run_folder: Path, reason: str) -> None:
         pass
 
 
+def reason_to_stop(run_folder: Path) -> str | None:
+    """Who wants the run to stop; None = nobody."""
+    try:
+        text = (run_folder / STOP_FILE).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    return text.strip() or f"the file {run_folder / STOP_FILE}"
+
+
 class StopOnSignal:
     """From its making on, the first SIGTERM or Ctrl-C asks the run to stop and the second is a KeyboardInterrupt.
 

@@ -144,7 +144,7 @@ class EngineClient:
         await self._call("POST", "/start_weight_update")
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Effect: the workers receive the buckets that the trainer broadcasts meanwhile."""
+        """Effect: the workers receive the buckets that the trainer ranks and other workers send meanwhile."""
         await self._call("POST", "/update_weights", {"update_info": update_info}, 2 * self.push_timeout_s)
 
     async def finish_weight_update(self, policy_version: int) -> None:

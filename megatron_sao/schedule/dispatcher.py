@@ -4,11 +4,12 @@ Invariants:
 - a prompt is in the ledger before its episode starts, and leaves "in flight" only when the episode ended by itself;
 - what was in flight when the run was interrupted is played again before any new prompt is issued;
 - an exception is never only logged: the first one of a prompt source, an environment or an engine is handed to
-  `on_failure` at once, unchanged, and no further episode starts;
+  `on_failure` at once, unchanged, and no further episode starts. Only after `close` its prompt just stays in flight;
 - it never waits: a full buffer stops new episodes, not the event loop.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +20,9 @@ from megatron_sao.records import Prompt, Trajectory
 from megatron_sao.rollout.assemble import Unscored
 from megatron_sao.schedule.buffer import Buffer
 from megatron_sao.schedule.ledger import NO_ACTION, Ledger
+
+
+log = logging.getLogger(__name__)
 
 
 class Prompts(Protocol):
@@ -63,6 +67,7 @@ class Dispatcher:
         self._on_failure = on_failure
         self._episodes: dict[str, asyncio.Task[None]] = {}
         self._is_stopped = True
+        self._is_closed = False
         self.is_exhausted = False  # the prompt source ended
         self.failed_ids: set[str] = set()  # prompts whose episode raised
         self.num_action_tokens = 0  # of all finished trajectories
@@ -80,7 +85,7 @@ class Dispatcher:
 
     def start(self) -> None:
         """From now on keep episodes running. Effect: starts the first ones."""
-        self._is_stopped = False
+        self._is_stopped = self._is_closed
         self.fill()
 
     def fill(self) -> None:
@@ -97,6 +102,10 @@ class Dispatcher:
                 self._fail(error)
                 return
             self._episodes[prompt.prompt_id] = asyncio.create_task(self._follow(prompt), name=prompt.prompt_id)
+
+    def close(self) -> None:
+        """Start no further episodes; those that run may end, well or badly. Effect: cannot be taken back."""
+        self._is_stopped = self._is_closed = True
 
     async def stop(self) -> None:
         """Cancel what runs; its prompts stay in flight in the ledger. Effect: no episode runs afterwards."""
@@ -120,8 +129,11 @@ class Dispatcher:
         except Unscored as nothing:
             self._ledger.drop(prompt.prompt_id, nothing.reason)
         except Exception as error:
-            self.failed_ids.add(prompt.prompt_id)
-            self._fail(error)
+            if self._is_closed:
+                log.info("the episode of %s is given up: %s", prompt.prompt_id, error)
+            else:
+                self.failed_ids.add(prompt.prompt_id)
+                self._fail(error)
         finally:
             del self._episodes[prompt.prompt_id]
         self.fill()

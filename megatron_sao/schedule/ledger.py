@@ -11,6 +11,7 @@ issued = trained + dropped + in flight, where "in flight" at the end of a run co
 Every change is on disk before the call returns, so that a killed scheduler leaves a true book.
 """
 
+import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable
@@ -200,6 +201,15 @@ class Ledger:
             self._counts[self._states[prompt_id]] -= 1
             self._counts[state] += 1
             self._states[prompt_id] = state
+
+
+def restore_ledger(saved: Path, path: Path) -> None:
+    """Effect: the book at `path`, which nobody has open, is the saved one again; what was entered later is gone."""
+    copy = path.with_name(f"{path.name}.partial")
+    shutil.copyfile(saved, copy)
+    for ending in ("-wal", "-shm"):  # entries of a killed process, which would be taken for the copy's
+        path.with_name(path.name + ending).unlink(missing_ok=True)
+    copy.replace(path)
 
 
 class FrozenLedger:

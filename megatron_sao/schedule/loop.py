@@ -10,6 +10,8 @@ Invariants:
 - engines may fail and come back (schedule/push.py); while none serves, the trainer is asked to push again;
 - whatever else fails first (an episode, the prompt source, the trainer, all engines for good) ends the run at once: the
   trainer gets Abort with the reason, engines with whole weights are resumed, the book stays true;
+- once a stop is wanted nothing new begins, engines are not needed any more, and what fails is not the run's failure: the
+  trainer is told at its next request for episodes, pushes are taken as done, and it may save and say Goodbye;
 - every wait has a bound: that of the caller's timeouts, or "no episode ended for so long".
 """
 
@@ -19,6 +21,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,21 +53,24 @@ from megatron_sao.records import (
     SaveState,
     SchedulerMessage,
     StepReport,
+    StopWanted,
     TrainerMessage,
     Trajectory,
     Welcome,
 )
-from megatron_sao.rollout.assemble import Unscored
 from megatron_sao.rollout.engine_pool import EnginePool
 from megatron_sao.schedule.buffer import Buffer
 from megatron_sao.schedule.dispatcher import Dispatcher, Prompts, TokenRate
+from megatron_sao.schedule.evaluation import Evaluation
 from megatron_sao.schedule.freshness import capacity, num_to_issue
-from megatron_sao.schedule.ledger import IN_FLIGHT, NO_SIGNAL, STALE, Ledger
+from megatron_sao.schedule.ledger import NO_SIGNAL, STALE, Ledger
 from megatron_sao.schedule.push import Push
+from megatron_sao.schedule.race import first_of
 from megatron_sao.schedule.snapshot import SavedSchedule, SchedulerState, Snapshot
-from megatron_sao.schedule.statistics import batch_metrics, pass_rate
+from megatron_sao.schedule.statistics import batch_metrics
+from megatron_sao.schedule.stop import StopWish
 from megatron_sao.schedule.totals import Totals
-from megatron_sao.transport.channel import SchedulerChannel
+from megatron_sao.transport.channel import SchedulerChannel, TrainerLost
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +86,7 @@ class ScheduleSettings:
     push_backend: str  # "gloo" | "nccl"
     push_attempts: int = 3  # weight groups that one push may need
     trainer_start_timeout_s: float = 900.0  # from the start of the scheduler to Hello
-    abort_linger_s: float = 15.0  # after a failure: how long the trainer may still ask, to hear the reason
+    linger_s: float = 15.0  # when the run ends early: how long a trainer that has not asked may still do so, to be told
 
 
 class Observer(Protocol):
@@ -115,7 +121,7 @@ class _OpenBatch:
 
 
 class Scheduler:
-    """One run. `await run()` returns after Goodbye("finished") and raises the reason otherwise."""
+    """One run. `await run()` returns after a Goodbye that is no failure, and raises the reason otherwise."""
 
     def __init__(
         self,
@@ -128,6 +134,7 @@ class Scheduler:
         ledger: Ledger,
         settings: ScheduleSettings,
         observer: Observer,
+        stop: StopWish,
         saved: SavedSchedule | None = None,
     ) -> None:
         """Args:
@@ -139,6 +146,7 @@ class Scheduler:
             ledger: the book of this run; of a resumed run, a copy of the saved one.
             settings: limits.
             observer: metrics and trajectory files.
+            stop: whether the run shall end before its end.
             saved: where a resumed run goes on.
         """
         self._channel = channel
@@ -149,6 +157,7 @@ class Scheduler:
         self._ledger = ledger
         self._settings = settings
         self._observer = observer
+        self._stop = stop
         self._saved = saved
         self._totals = saved.state.totals if saved else Totals()
         self._buffer = Buffer()
@@ -166,13 +175,15 @@ class Scheduler:
         self._token_rate = TokenRate(self._dispatcher)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hello: Hello | None = None
-        self._version = 0  # what the engines hold
+        stop.wanted.add_done_callback(lambda _: self._dispatcher.close())
+        self._version = 0  # what the engines hold, or would hold if they were still needed
         self._may_repeat_version = False  # engines lack the trainer's version: it may be pushed without having risen
         self._is_dispatching = False
         self._wanted: NeedBatch | None = None  # the request that waits for trajectories now
         self._batch: _OpenBatch | None = None
         self._num_unpublished = 0  # trajectories given to a policy step whose push is not out yet
         self._push: Push | None = None
+        self._to_write: list[Callable[[], None]] = []  # calls of the observer, for when the trainer has its answer
         self._result: dict[str, float] = {}
 
     @property
@@ -182,9 +193,10 @@ class Scheduler:
 
     # ---- the life of a run -------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
+    async def run(self) -> str:
         """Serve one trainer from Hello to Goodbye.
 
+        Returns: FINISHED; or STOPPED, when the run ended before its end because somebody wanted it to.
         Effect: afterwards no episode runs, and engines are resumed unless their weights are half-updated: those stay
         paused, and the next scheduler fences them until a whole push.
 
@@ -192,8 +204,11 @@ class Scheduler:
             SaoError: whatever ended the run early; an unforeseen exception comes out unchanged.
         """
         try:
-            await self._serve()
+            return await self._serve()
         except Exception as error:
+            if isinstance(error, TrainerLost) and self._stop.is_wanted:
+                log.warning("%s; the run goes on from its last checkpoint", error)
+                return STOPPED
             await self._dispatcher.stop()
             await self._tell_trainer(error)
             raise
@@ -202,28 +217,34 @@ class Scheduler:
             if self._push is not None:
                 await self._push.abandon()
 
-    async def _serve(self) -> None:
-        timeout_s: float | None = self._settings.trainer_start_timeout_s
-        while True:
-            # After Hello the trainer may compute for as long as it needs: its heartbeat is what is watched.
-            message = await self._unless_failed(self._next_message(timeout_s))
-            timeout_s = None
-            batch = self._batch
+    async def _serve(self) -> str:
+        message = await self._unless_failed(self._first_message())
+        while message is not None:
             answer = await self._unless_failed(self._answer_to(message))
             await self._channel.answer(answer)
-            if isinstance(message, StepReport):
-                await self._unless_failed(self._write_down(message, batch))
+            await self._write_down()
             if isinstance(message, Goodbye):
                 self._result = message.result
                 if message.reason not in (FINISHED, STOPPED):
                     raise ProtocolError(f"the trainer ended with: {message.reason}")
-                return
+                return message.reason
+            # The trainer may compute for as long as it needs: its heartbeat is what is watched.
+            message = await self._unless_failed(self._channel.receive())
+        return STOPPED
 
-    async def _next_message(self, timeout_s: float | None) -> TrainerMessage:
+    async def _first_message(self) -> TrainerMessage | None:
+        """None = none came in time, and none is missed: the run shall stop."""
+        timeout_s = self._settings.trainer_start_timeout_s
         try:
-            return await asyncio.wait_for(self._channel.receive(), timeout_s)
+            message = await asyncio.wait_for(self._stop.unless(self._channel.receive), timeout_s)
         except TimeoutError as error:
             raise ProtocolError(f"no trainer said Hello within {timeout_s:.0f} s") from error
+        if not isinstance(message, StopWanted):
+            return message
+        try:
+            return await asyncio.wait_for(self._channel.receive(), self._settings.linger_s)
+        except TimeoutError:
+            return None
 
     async def _answer_to(self, message: TrainerMessage) -> SchedulerMessage:
         if not isinstance(message, StepReport) and self._batch and self._batch.request.phase == PRETRAIN:
@@ -232,13 +253,12 @@ class Scheduler:
             case Hello():
                 return self._welcome(message)
             case NeedBatch():
-                return await self._unless_no_engine_serves(self._give_batch(message))
-            case PushRequest():
-                return await self._go_on_with_push(message)
-            case GroupOpen() | PushSent():
-                return await self._take_part_of_push(message)
+                return await self._stop.unless(lambda: self._unless_no_engine_serves(self._give_batch(message)))
             case EvalRequest():
-                return await self._unless_no_engine_serves(self._evaluate(message))
+                return await self._stop.unless(lambda: self._unless_no_engine_serves(self._evaluate(message)))
+            case PushRequest() | GroupOpen() | PushSent():
+                answer = await self._stop.unless(lambda: self._take_part_in_push(message))
+                return await self._leave_push(message) if isinstance(answer, StopWanted) else answer
             case StepReport():
                 return self._take_report(message)
             case SaveState():
@@ -248,24 +268,17 @@ class Scheduler:
 
     async def _unless_failed[T](self, work: Awaitable[T]) -> T:
         """The result of `work`, or the first failure anywhere, whichever comes first."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._failure, self._channel.lost}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            for future in (self._failure, self._channel.lost):
-                if future.done():
-                    future.result()
-            raise AssertionError("a future of failure completed without one")
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        return await first_of(work, self._failure, self._channel.lost)
 
     def _fail(self, error: BaseException) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
             self._failure.exception()  # marks it as seen: it may come when nobody waits any more
+
+    async def _write_down(self) -> None:
+        """Let the observer see what was answered. Not given up half-way: there is no second time."""
+        while self._to_write:
+            await asyncio.to_thread(self._to_write.pop(0))
 
     async def _tell_trainer(self, error: Exception) -> None:
         """Answer the open message, or the next one if it comes soon, with Abort."""
@@ -274,7 +287,7 @@ class Scheduler:
         try:
             if not self._channel.is_asked:
                 receive = asyncio.ensure_future(self._channel.receive())
-                await asyncio.wait({receive, self._channel.lost}, timeout=self._settings.abort_linger_s,
+                await asyncio.wait({receive, self._channel.lost}, timeout=self._settings.linger_s,
                                    return_when=asyncio.FIRST_COMPLETED)
                 receive.cancel()
             await self._channel.answer(Abort(reason=reason))
@@ -394,6 +407,9 @@ class Scheduler:
                                 f"but the engines hold {self._version}")
         batch.num_reports += 1
         batch.was_trained |= report.is_trained
+        is_first = batch.num_reports == 1  # with which a batch is shown
+        metrics = (batch.metrics if is_first else {}) | report.metrics
+        self._to_write.append(partial(self._observer.stepped, report, metrics, batch.trajectories if is_first else []))
         if report.phase != PRETRAIN:
             self._settle_batch()
         return Ack()
@@ -404,25 +420,33 @@ class Scheduler:
         self._num_unpublished = 0
         if batch.was_trained:
             self._ledger.train(batch.prompt_ids)
-            self._count_trained(batch)
+            self._totals.add_batch(batch.trajectories, batch.metrics)
         elif batch.num_reports:
             for prompt_id in batch.prompt_ids:
                 self._ledger.drop(prompt_id, NO_SIGNAL)
         self._dispatcher.fill()
 
-    def _count_trained(self, batch: _OpenBatch) -> None:
-        self._totals.lag_max = max(self._totals.lag_max, int(batch.metrics["lag/max"]))
-        num_tokens = sum(trajectory.num_action_tokens for trajectory in batch.trajectories)
-        self._totals.num_trained_tokens += num_tokens
-        self._totals.num_trained_tokens_lag_ge1 += round(num_tokens * batch.metrics["lag/share_ge1"])
-
-    async def _write_down(self, report: StepReport, batch: _OpenBatch) -> None:
-        """Hand a step to the observer, after the trainer has its answer. A batch is shown with its first report."""
-        is_first = batch.num_reports == 1
-        metrics = (batch.metrics if is_first else {}) | report.metrics
-        await asyncio.to_thread(self._observer.stepped, report, metrics, batch.trajectories if is_first else [])
-
     # ---- pushes ------------------------------------------------------------------------------------------------
+
+    async def _take_part_in_push(self, message: PushRequest | GroupOpen | PushSent) -> SchedulerMessage:
+        if isinstance(message, PushRequest):
+            return await self._go_on_with_push(message)
+        if self._push is None or message.policy_version != self._push.policy_version:
+            raise ProtocolError(f"{type(message).__name__} of version {message.policy_version} belongs to no open push")
+        if isinstance(message, GroupOpen):
+            return await self._push.join(message)
+        answer = await self._push.close(message)
+        return self._end_push(answer) if isinstance(answer, PushDone) else answer
+
+    async def _leave_push(self, message: PushRequest | GroupOpen | PushSent) -> PushDone | PushFailed:
+        """The run stops: engines may be gone already, and when it is resumed they get a whole push."""
+        if self._push is not None:
+            await self._push.abandon()
+        if not isinstance(message, PushRequest):
+            return PushFailed(reason=f"the run stops: {self._stop.wanted.result().reason}")
+        if self._push is None or self._push.policy_version != message.policy_version:
+            self._check_push_request(message)
+        return self._end_push(PushDone(policy_version=message.policy_version, metrics={}))
 
     async def _go_on_with_push(self, request: PushRequest) -> FormGroup | PushGo | PushDone:
         if self._push is None or self._push.policy_version != request.policy_version:
@@ -430,15 +454,7 @@ class Scheduler:
             self._push = self._new_push(request.policy_version)
         answer = await self._push.proceed(request.has_group)
         if isinstance(answer, PushGo):
-            self._count_in_flight()
-        return self._end_push(answer) if isinstance(answer, PushDone) else answer
-
-    async def _take_part_of_push(self, message: GroupOpen | PushSent) -> Ack | PushDone | PushFailed:
-        if self._push is None or message.policy_version != self._push.policy_version:
-            raise ProtocolError(f"{type(message).__name__} of version {message.policy_version} belongs to no open push")
-        if isinstance(message, GroupOpen):
-            return await self._push.join(message)
-        answer = await self._push.close(message)
+            self._totals.add_in_flight(self._dispatcher.running_ids, self._ledger)
         return self._end_push(answer) if isinstance(answer, PushDone) else answer
 
     def _new_push(self, policy_version: int) -> Push:
@@ -460,18 +476,11 @@ class Scheduler:
 
     def _end_push(self, done: PushDone) -> PushDone:
         self._push, self._may_repeat_version = None, False
-        self._totals.num_pushes += bool(done.metrics)  # else no engine lacked the version
-        self._totals.num_failed_pushes += round(done.metrics.get("push/attempts", 1.0)) - 1
+        self._totals.add_push(done)
         self._version = done.policy_version
         self._num_unpublished = 0
         self._dispatcher.fill()
         return done
-
-    def _count_in_flight(self) -> None:
-        totals, running = self._totals, set(self._dispatcher.running_ids)
-        totals.num_in_flight_at_pushes += len(running - totals.ids_in_flight_at_pushes)
-        on_the_way = running | totals.ids_in_flight_at_pushes
-        totals.ids_in_flight_at_pushes = {i for i in on_the_way if self._ledger.state(i) == IN_FLIGHT}
 
     def _check_push_request(self, request: PushRequest) -> None:
         if self._hello is None or self._push is not None:
@@ -483,19 +492,19 @@ class Scheduler:
 
     async def _unless_no_engine_serves[T](self, work: Awaitable[T]) -> T | PushWanted:
         """The result of `work`, or, when no engine serves any more, what brings those back that answer."""
-        answer = asyncio.ensure_future(work)
-        fenced = asyncio.ensure_future(self._engines.all_fenced(self._version))
-        try:
-            await asyncio.wait({answer, fenced}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return answer.result()
-            fenced.result()
-            self._may_repeat_version = True
+
+        async def until_fenced() -> PushWanted:
+            await self._engines.all_fenced(self._version)
             return PushWanted()
+
+        fenced = asyncio.ensure_future(until_fenced())
+        try:
+            answer = await first_of(work, fenced)
         finally:
-            for task in (answer, fenced):
-                task.cancel()
-            await asyncio.gather(answer, fenced, return_exceptions=True)
+            fenced.cancel()
+            await asyncio.gather(fenced, return_exceptions=True)
+        self._may_repeat_version |= isinstance(answer, PushWanted)
+        return answer
 
     # ---- evaluation --------------------------------------------------------------------------------------------
 
@@ -505,49 +514,17 @@ class Scheduler:
         if self._version < self._hello.policy_version:
             raise ProtocolError(f"EvalRequest {request.name} is about version {self._hello.policy_version}, but the "
                                 f"engines hold version {self._version}; push it first")
-        episodes = await self._play_held_out(request.name)
-        trajectories = [episode for episode in episodes if episode is not None]
-        rewards = [0.0 if episode is None else episode.reward for episode in episodes]
-        result = EvalResult(
-            name=request.name,
-            pass_rate=pass_rate(rewards),
-            mean_reward=sum(rewards) / len(rewards),
-            num_episodes=len(rewards),
+        evaluation = Evaluation(
+            request.name,
+            self._eval_prompts,
+            self._run_episode,
+            max_in_flight=self._settings.max_in_flight,
+            timeout_s=self._settings.batch_timeout_s,
+            on_progress=partial(self._observer.waited, f"eval {request.name}"),
         )
-        await asyncio.to_thread(self._observer.evaluated, result, self._version, trajectories)
+        result, trajectories = await evaluation.play()
+        self._to_write.append(partial(self._observer.evaluated, result, self._version, trajectories))
         return result
-
-    async def _play_held_out(self, name: str) -> list[Trajectory | None]:
-        """All held-out episodes; None = it could not be scored, which counts as reward 0."""
-        slots = asyncio.Semaphore(self._settings.max_in_flight)
-
-        async def play(prompt: Prompt) -> Trajectory | None:
-            async with slots:
-                try:
-                    return await self._run_episode(prompt)
-                except Unscored:
-                    return None
-
-        episodes = [asyncio.create_task(play(prompt)) for prompt in self._eval_prompts]
-        running = set(episodes)
-        try:
-            while running:
-                done, running = await asyncio.wait(
-                    running, timeout=self._settings.batch_timeout_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done:
-                    raise ProtocolError(
-                        f"no held-out episode of evaluation {name} ended within schedule.batch_timeout_s = "
-                        f"{self._settings.batch_timeout_s:.0f}; {len(running)} of {len(episodes)} still run"
-                    )
-                for episode in done:
-                    episode.result()  # raises what the episode raised
-                self._observer.waited(f"eval {name}", len(episodes) - len(running), len(episodes))
-        finally:
-            for episode in running:
-                episode.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        return [episode.result() for episode in episodes]
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
@@ -586,32 +563,8 @@ class Scheduler:
 
     def summary(self) -> dict[str, Any]:
         """What the run did, JSON-able. Raises ProtocolError when the ledger does not balance."""
-        counts = self._ledger.check()
-        totals = self._totals_now()
-        lost = totals.ids_in_flight_at_pushes & self._dispatcher.failed_ids
-        open_ids = {i for i in totals.ids_in_flight_at_pushes if self._ledger.state(i) == IN_FLIGHT} - lost
         return {
-            "issued": counts.issued,
-            "trained": counts.trained,
-            "dropped": counts.dropped,
-            "dropped_by_reason": counts.dropped_by_reason,
-            # At the end of a run everything on the way is in flight; where exactly, is said apart.
-            "in_flight": counts.in_flight + counts.buffered + counts.training,
-            "in_flight_running": counts.in_flight,
-            "in_flight_buffered": counts.buffered,
-            "in_flight_training": counts.training,
+            **self._totals_now().summary(self._ledger, self._dispatcher.failed_ids),
             "policy_version": self._version,
-            "num_pushes": totals.num_pushes,
-            "failed_push_attempts": totals.num_failed_pushes,
-            "engines_taken_out": totals.num_taken_out,
-            "requests_reissued": totals.num_reissued,
-            "lag_max": totals.lag_max,
-            "trained_action_tokens": totals.num_trained_tokens,
-            "trained_action_tokens_lag_ge1": totals.num_trained_tokens_lag_ge1,
-            "trajectories_across_pushes": totals.num_across_pushes,
-            "requests_in_flight_at_pushes": totals.num_in_flight_at_pushes,
-            "requests_finished_after_pushes": totals.num_in_flight_at_pushes - len(open_ids) - len(lost),
-            "requests_still_running": len(open_ids),
-            "requests_lost_by_pushes": len(lost),
             "result": self._result,
         }

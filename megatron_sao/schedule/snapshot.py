@@ -11,6 +11,7 @@ Invariants:
 """
 
 import os
+import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,16 @@ class Snapshot:
     ledger: FrozenLedger
 
     def write(self, folder: Path) -> None:
-        """Effect: the files are on disk in `folder`, which exists; an earlier attempt's are replaced."""
+        """Effect: the files are on disk in `folder`, which exists; an earlier attempt's are replaced.
+
+        Raises: CheckpointError when they cannot be written, for example on a full disk.
+        """
+        try:
+            self._write(folder)
+        except (OSError, sqlite3.Error) as error:
+            raise CheckpointError(f"the scheduler's part of a checkpoint cannot go to {folder}: {error}") from error
+
+    def _write(self, folder: Path) -> None:
         self.ledger.write(folder / LEDGER_FILE)
         _sync(folder / LEDGER_FILE)
         with open(folder / TRAJECTORIES_FILE, "wb") as file:

@@ -25,6 +25,10 @@ HEARTBEAT_INTERVAL_S = 2.0
 HEARTBEAT_TIMEOUT_S = 10.0
 
 
+class TrainerLost(ProtocolError):
+    """The trainer's process ended, or stopped answering."""
+
+
 class TrainerChannel:
     """The trainer's end. Synchronous; used by trainer rank 0 alone and by one thread."""
 
@@ -180,14 +184,14 @@ class SchedulerChannel:
         return message
 
     async def answer(self, message: SchedulerMessage) -> None:
-        """Answer the message received last. Raises ProtocolError when there is none or the trainer is gone."""
+        """Answer the message received last. Raises ProtocolError when there is none, TrainerLost."""
         if self._number is None:
             raise ProtocolError(f"{type(message).__name__} answers nothing: no message of the trainer is open")
         number, self._number = self._number, None
         try:
             await self._socket.send_multipart([self._trainer, number, encode(message)])
         except zmq.ZMQError as error:
-            raise ProtocolError(f"the trainer went away before it got {type(message).__name__}") from error
+            raise TrainerLost(f"the trainer went away before it got {type(message).__name__}") from error
 
     async def close(self) -> None:
         """Effect: stops listening; answers already given still have two seconds to leave."""
@@ -224,7 +228,7 @@ class SchedulerChannel:
 
     def _notice_loss(self) -> None:
         if self._trainer_fd in self._closed_fds and not self.lost.done():
-            self.lost.set_exception(ProtocolError("the trainer went away: its process ended or stopped answering"))
+            self.lost.set_exception(TrainerLost("the trainer went away: its process ended or stopped answering"))
 
     async def _read_message(self, frames: list[zmq.Frame]) -> None:
         identity, parts = frames[0].bytes, [frame.bytes for frame in frames[1:]]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,15 +12,27 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_sao.checkpoints import SCHEDULER_FOLDER, Manifest, checksums, write_manifest
 from megatron_sao.cli.scheduler import main
-from megatron_sao.errors import ConfigError, DataError, EngineError, ProtocolError
+from megatron_sao.errors import CheckpointError, ConfigError, DataError, EngineError, ProtocolError
 from megatron_sao.observe.metrics import read_metrics
 from megatron_sao.observe.trajectories import read_trajectories
-from megatron_sao.records import EvalRequest
+from megatron_sao.records import (
+    STOPPED,
+    EvalRequest,
+    Goodbye,
+    Hello,
+    NeedBatch,
+    PushDone,
+    PushRequest,
+    SaveState,
+    StopWanted,
+)
+from megatron_sao.schedule.snapshot import read_snapshot
 from megatron_sao.transport.channel import TrainerChannel
 from tests.rollout.conftest import SHORT_TEMPLATE, character_tokenizer
 from tests.schedule.fake_engine import FakeEngine
-from tests.schedule.harness import finish, hello, report, take, train
+from tests.schedule.harness import finish, hello, push, report, save, states, take, train, wait_for
 
 SETTINGS = [
     "--schedule.batch_trajectories=4",
@@ -68,14 +81,13 @@ def arguments(run_folder, model, url, *more) -> list[str]:
     return ["--run-folder", str(run_folder), "--model", str(model), "--engines", url, *SETTINGS, *more]
 
 
-def run_with_trainer(act, argv: list[str], run_folder) -> None:
-    """`main(argv)` beside a trainer that does `act(channel)`. Raises what `main` raises."""
-    over = threading.Event()
+def trainer_that(act, run_folder, over: threading.Event | None = None):
+    """What a trainer does that waits for the scheduler, until `over`, and then acts."""
 
     def trainer():
         path = run_folder / "scheduler.json"
-        while not path.exists():  # as long as `main` needs to come up, however loaded the machine is
-            if over.wait(0.02):
+        while not path.exists():  # as long as the scheduler needs to come up, however loaded the machine is
+            if over and over.wait(0.02):
                 return
         channel = TrainerChannel(json.loads(path.read_text())["address"], timeout_s=60)
         try:
@@ -85,7 +97,13 @@ def run_with_trainer(act, argv: list[str], run_folder) -> None:
         finally:
             channel.close()  # whatever happened: the scheduler sees it, and ends
 
-    thread = threading.Thread(target=trainer)
+    return trainer
+
+
+def run_with_trainer(act, argv: list[str], run_folder) -> None:
+    """`main(argv)` beside a trainer that does `act(channel)`. Raises what `main` raises."""
+    over = threading.Event()
+    thread = threading.Thread(target=trainer_that(act, run_folder, over))
     thread.start()
     try:
         main(argv)
@@ -185,21 +203,151 @@ def test_a_port_in_use(run_folder, model):
         refused(run_folder, ConfigError, f"{port}.*schedule.port", given)
 
 
-def test_a_termination_ends_it_with_a_message_and_a_summary(run_folder, model):
-    with running_engine() as engine:
-        command = [sys.executable, "-m", "megatron_sao.cli.scheduler", *arguments(run_folder, model, engine.url)]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        try:
-            deadline = time.monotonic() + 120
-            while not (run_folder / "scheduler.json").exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            process.terminate()
-            _, said = process.communicate(timeout=60)
-        finally:
-            process.kill()
+@contextmanager
+def scheduler_process(run_folder, argv: list[str]):
+    """The command as a process of its own, from the moment that it listens. Killed at the end if it still runs."""
+    command = [sys.executable, "-m", "megatron_sao.cli.scheduler", *argv]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (run_folder / "scheduler.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def summary_of(run_folder) -> dict:
+    return json.loads((run_folder / "scheduler_summary.json").read_text())
+
+
+def test_a_second_termination_ends_it_at_once_with_a_message_and_a_summary(run_folder, model):
+    """The first one asks the run to stop, for which the scheduler gives a trainer that is late some time."""
+    with running_engine() as engine, scheduler_process(run_folder, arguments(run_folder, model, engine.url)) as process:
+        deadline = time.monotonic() + 60
+        while not (run_folder / "scheduler_summary.json").exists() and time.monotonic() < deadline:
+            process.terminate()  # those that follow soon count as the same
+            time.sleep(0.5)
+        said = process.stderr.read()
+        process.wait(60)
     assert process.returncode == ProtocolError.exit_code
     assert "error: the scheduler was stopped before the run was over" in said and "Traceback" not in said
-    assert json.loads((run_folder / "scheduler_summary.json").read_text())["outcome"] == "stopped from outside"
+    assert summary_of(run_folder)["outcome"] == "stopped from outside"
+    assert (run_folder / "stop").read_text().startswith("SIGTERM to the scheduler on ")
+
+
+def test_the_file_stop_ends_a_run_before_its_end(run_folder, model):
+    def act(channel):
+        hello(channel)
+        channel.request(EvalRequest(name="before"))
+        train(channel, 1)
+        take(channel, 1, 1)
+        engine.hold = True
+        (run_folder / "stop").touch()
+        answers.append(channel.request(EvalRequest(name="x")))
+        answers.append(channel.request(PushRequest(policy_version=2, has_group=True)))
+        report(channel, 1, 2)
+        answers.append(channel.request(NeedBatch(step=2, phase="train", num_trajectories=4, policy_version=2)))
+        checkpoint(channel, 1, run_folder / "checkpoints" / "step-000001")
+        channel.request(Goodbye(reason=STOPPED))
+
+    answers = []
+    with running_engine() as engine:
+        run_with_trainer(act, arguments(run_folder, model, engine.url), run_folder)
+        assert engine.version == "1"
+    summary = summary_of(run_folder)
+    assert (summary["outcome"], summary["trained"], summary["policy_version"]) == ("stopped", 8, 2)
+    wish = StopWanted(reason=f"the file {run_folder / 'stop'}")
+    assert answers == [wish, PushDone(policy_version=2, metrics={}), wish]
+    assert not (run_folder / "greedy.json").exists()
+    assert (run_folder / "report.png").exists()
+
+
+def checkpoint(channel, step: int, folder):
+    """A whole one, as far as the scheduler is concerned."""
+    save(channel, step, folder / SCHEDULER_FOLDER)
+    files = checksums(folder, {})
+    write_manifest(folder, Manifest(step, step, pass_rate=None, config_hash="", seconds=0.0, files=files))
+    return folder
+
+
+def forget_attempt(run_folder) -> None:
+    """What whoever starts a run again removes first."""
+    for name in ("scheduler.json", "scheduler_summary.json", "stop"):
+        (run_folder / name).unlink(missing_ok=True)
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(run_folder, model):
+    """kill -9 between two files of a checkpoint; meanwhile the scheduler has gone on serving episodes."""
+    partial = run_folder / "checkpoints" / "step-000002.partial"
+
+    def act(channel):
+        hello(channel)
+        channel.request(EvalRequest(name="before"))
+        train(channel, 1)
+        checkpoint(channel, 1, run_folder / "checkpoints" / "step-000001")
+        take(channel, 1, 1)
+        push(channel, 2)
+        report(channel, 1, 2)
+        (partial / SCHEDULER_FOLDER).mkdir(parents=True)
+        os.mkfifo(partial / SCHEDULER_FOLDER / "trajectories.msgpack")  # opening it waits for a reader
+        channel.request(SaveState(step=2, folder=str(partial / SCHEDULER_FOLDER)))
+
+    with running_engine() as engine:
+        argv = arguments(run_folder, model, engine.url)
+        with scheduler_process(run_folder, argv) as process:
+            trainer = threading.Thread(target=trainer_that(act, run_folder), daemon=True)
+            trainer.start()
+            wait_for(lambda: (partial / SCHEDULER_FOLDER / "ledger.sqlite").exists())
+            process.kill()
+            trainer.join(30)
+    with pytest.raises(CheckpointError, match="state.json is missing"):
+        read_snapshot(partial / SCHEDULER_FOLDER)
+
+    def goes_on(channel):
+        hello(channel, Hello(policy_version=1, num_trainer_ranks=2, plan=b"plan", plan_hash="h"))
+        for step in (1, 2):
+            take(channel, step, step)
+            push(channel, step + 1)
+            report(channel, step, step + 1)
+        finish(channel)
+
+    before = read_metrics(run_folder / "metrics.jsonl")
+    assert [(line["phase"], line["step"]) for line in before] == [("eval", 0), ("train", 0), ("train", 1)]
+    forget_attempt(run_folder)
+    with running_engine() as engine:
+        given = arguments(run_folder, model, engine.url, "--resume", str(run_folder / "checkpoints" / "step-000001"))
+        run_with_trainer(goes_on, given, run_folder)
+    after = read_metrics(run_folder / "metrics.jsonl")
+    assert [(line["phase"], line["step"]) for line in after] == [("eval", 0), *(("train", step) for step in range(3))]
+    assert after[:2] == before[:2] and after[2] != before[2]
+    summary = summary_of(run_folder)
+    assert (summary["outcome"], summary["trained"], summary["policy_version"]) == ("finished", 12, 3)
+    rows = list(states(run_folder / "ledger.sqlite"))
+    assert rows == [f"train/e0/{number}" for number in range(len(rows))]
+    assert summary["issued"] == summary["trained"] + summary["dropped"] + summary["in_flight"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(run_folder, model, tmp_path):
+    def act(channel):
+        hello(channel)
+        checkpoint(channel, 0, saved)
+        finish(channel)
+
+    saved = tmp_path / "saved"
+    with running_engine() as engine:
+        run_with_trainer(act, arguments(run_folder, model, engine.url), run_folder)
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        given = arguments(empty, model, engine.url, "--resume", str(saved))
+        refused(empty, DataError, "same task and run.seed", [*given, "--run.seed=7"])
+        refused(empty, CheckpointError, "is no checkpoint", [*given[:-1], str(tmp_path / "absent")])
+        path = saved / SCHEDULER_FOLDER / "ledger.sqlite"
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        refused(empty, CheckpointError, "ledger.sqlite has the CRC-32", given)
+        path.write_bytes(b"")
+        refused(empty, CheckpointError, "ledger.sqlite has 0 bytes", given)
 
 
 def test_a_folder_that_holds_a_run_is_not_touched(run_folder, model):

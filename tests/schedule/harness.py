@@ -3,6 +3,8 @@
 import asyncio
 import shutil
 import sqlite3
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ from megatron_sao.rollout.engine_pool import EnginePool
 from megatron_sao.schedule.ledger import Ledger
 from megatron_sao.schedule.loop import Scheduler, ScheduleSettings
 from megatron_sao.schedule.snapshot import read_snapshot
+from megatron_sao.schedule.stop import StopWish
 from megatron_sao.transport.channel import SchedulerChannel, TrainerChannel
 from tests.schedule.fake_engine import FakeEngine
 from tests.schedule.support import make_prompt
@@ -66,6 +69,7 @@ class Notes:
 class Outcome:
     answer: object  # what the trainer function returned
     trainer_error: Exception | None
+    ended: str | None  # what the scheduler's run returned
     scheduler_error: Exception | None
     summary: dict
     notes: Notes
@@ -100,7 +104,7 @@ class Numbered:
 def settings(**changes) -> ScheduleSettings:
     given = dict(
         batch_trajectories=4, max_staleness=2, max_in_flight=6, batch_timeout_s=10.0, push_timeout_s=5.0,
-        push_backend="gloo", trainer_start_timeout_s=10.0, abort_linger_s=5.0,
+        push_backend="gloo", trainer_start_timeout_s=10.0, linger_s=5.0,
     )
     return ScheduleSettings(**(given | changes))
 
@@ -145,6 +149,7 @@ async def play(
     at_start: Callable | None = None,
     return_timeout_s: float = 5.0,
     saved: Path | None = None,
+    stop_when: threading.Event | None = None,
     **changes,
 ) -> Outcome:
     """One scheduler with one trainer.
@@ -154,6 +159,7 @@ async def play(
         at_start: async function of (scheduler, engines) that runs beside.
         return_timeout_s: of the pool.
         saved: what `save` wrote; the run goes on there.
+        stop_when: the run shall stop from the moment that this is set, by any thread.
         changes: of ScheduleSettings.
     """
 
@@ -171,7 +177,7 @@ async def play(
     schedule = read_snapshot(saved) if saved else None
     if schedule:
         shutil.copyfile(schedule.ledger_path, ledger_path)
-    ledger, notes = Ledger(ledger_path), Notes()
+    ledger, notes, stop = Ledger(ledger_path), Notes(), StopWish()
     scheduler = Scheduler(
         channel=channel,
         engines=pool,
@@ -181,17 +187,24 @@ async def play(
         ledger=ledger,
         settings=given,
         observer=notes,
+        stop=stop,
         saved=schedule,
     )
     beside = asyncio.create_task(at_start(scheduler, fakes)) if at_start else None
+    stop_when = stop_when or threading.Event()
+    stopping = asyncio.create_task(_ask_when(stop_when, stop))
     served = asyncio.create_task(scheduler.run())
     trained = asyncio.create_task(asyncio.to_thread(_train, trainer, channel.address, fakes))
     try:
-        (answer, trainer_error), error = await asyncio.wait_for(asyncio.gather(trained, _error_of(served)), LIMIT_S)
-        return Outcome(answer, trainer_error, error, scheduler.summary(), notes, fakes, states(ledger_path))
+        (answer, trainer_error), (ended, error) = await asyncio.wait_for(
+            asyncio.gather(trained, _end_of(served)), LIMIT_S
+        )
+        return Outcome(answer, trainer_error, ended, error, scheduler.summary(), notes, fakes, states(ledger_path))
     finally:
         if beside:
             beside.cancel()
+        stop_when.set()
+        await stopping
         ledger.close()
         await channel.close()
         await pool.close()
@@ -207,12 +220,16 @@ def _train(trainer: Callable, address: str, fakes: list[FakeEngine]) -> tuple[ob
         channel.close()
 
 
-async def _error_of(served: asyncio.Task) -> Exception | None:
+async def _end_of(served: asyncio.Task) -> tuple[str | None, Exception | None]:
     try:
-        await served
+        return await served, None
     except Exception as error:
-        return error
-    return None
+        return None, error
+
+
+async def _ask_when(event: threading.Event, stop: StopWish) -> None:
+    await asyncio.to_thread(event.wait, 2 * LIMIT_S)
+    stop.ask("a test")
 
 
 # ---- what a trainer does --------------------------------------------------------------------------------------------
@@ -283,3 +300,10 @@ def train(channel: TrainerChannel, num_steps: int, version: int = 0) -> int:
 
 def finish(channel: TrainerChannel):
     return channel.request(Goodbye(reason="finished", result={"pass_rate_after": 0.9}))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.005)

@@ -34,6 +34,7 @@ from tests.schedule.harness import (
     report,
     take,
     train,
+    wait_for,
 )
 from tests.schedule.support import make_prompt, make_trajectory
 
@@ -80,13 +81,6 @@ def test_a_whole_run(tmp_path):
     assert {"wait_s", "buffered", "in_flight", "tokens_per_s", "dropped_stale"} <= {
         name.removeprefix("schedule/") for name in metrics
     }
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.005)
 
 
 def test_requests_in_flight_survive_a_push_and_carry_both_versions(tmp_path):
@@ -710,7 +704,7 @@ def out_of_turn(channel, name: str) -> None:
 )
 def test_messages_out_of_turn_are_refused(tmp_path, name):
     out = play_together(tmp_path, lambda channel, engines: out_of_turn(channel, name), trainer_start_timeout_s=1.0,
-                        abort_linger_s=0.5)
+                        linger_s=0.5)
     assert isinstance(out.trainer_error, ProtocolError)
     assert isinstance(out.scheduler_error, ProtocolError)
     assert balances(out.summary)
@@ -772,5 +766,5 @@ def test_a_trainer_that_goes_away_ends_the_scheduler(tmp_path, moment):
 
 
 def test_a_scheduler_without_a_trainer_ends(tmp_path):
-    out = play_together(tmp_path, lambda channel, engines: None, trainer_start_timeout_s=0.5, abort_linger_s=0.2)
+    out = play_together(tmp_path, lambda channel, engines: None, trainer_start_timeout_s=0.5, linger_s=0.2)
     assert "no trainer said Hello" in str(out.scheduler_error)

@@ -105,7 +105,7 @@ def test_a_state_of_no_moment_is_refused(tmp_path, moment):  # ASY-08
             open_push(channel, 1)
         channel.request(SaveState(step=7, folder=str(tmp_path)))
 
-    out = play_together(tmp_path, trainer, trainer_start_timeout_s=1.0, abort_linger_s=0.5)
+    out = play_together(tmp_path, trainer, trainer_start_timeout_s=1.0, linger_s=0.5)
     assert isinstance(out.trainer_error, ProtocolError) and isinstance(out.scheduler_error, ProtocolError)
     assert not (tmp_path / "state.json").exists()
 

@@ -35,6 +35,7 @@ from megatron_sao.rollout.engine_pool import EnginePool
 from megatron_sao.rollout.engine_process import EngineProcess, EngineSettings
 from megatron_sao.schedule.ledger import Ledger
 from megatron_sao.schedule.loop import Scheduler, ScheduleSettings
+from megatron_sao.schedule.stop import StopWish
 from megatron_sao.train.link import SchedulerLink
 from megatron_sao.train.push import Pusher
 from megatron_sao.transport.channel import SchedulerChannel
@@ -214,8 +215,9 @@ class System:
             run_episode=self._play,
             ledger=Ledger(self.folder / f"ledger-{self.version}.sqlite"),
             settings=ScheduleSettings(batch_trajectories=BATCH, max_staleness=2, max_in_flight=8, batch_timeout_s=60.0,
-                                      push_timeout_s=TIMEOUT_S, push_backend="gloo", abort_linger_s=1.0),
+                                      push_timeout_s=TIMEOUT_S, push_backend="gloo", linger_s=1.0),
             observer=Notes(),
+            stop=StopWish(),
         )
         self.run = asyncio.create_task(self.scheduler.run())
         self.players = [asyncio.create_task(self._play_on(number)) for number in range(12)]
