@@ -76,10 +76,12 @@ class ChildProcess:
         return Failure(1, f"the {self.name} ended with exit code {self.exit_code}:\n{log_excerpt(self.log_path)}")
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM, and after `grace_s` the guard kills whatever lives below it; 0 = at once, without a signal."""
+        """SIGTERM, soon once more, and after `grace_s` the guard kills whatever lives below it; 0 = at once, unasked."""
         if self.exit_code is None and grace_s:
             self._process.terminate()
-            self.wait(grace_s)
+            if self.wait(grace_s / 4) is None:  # it may take the first one as a wish: the second is an order
+                self._process.terminate()
+                self.wait(grace_s * 3 / 4)
         self._process.stdin.close()
         self.wait(_GUARD_ENDS_WITHIN_S)
         self._process.kill()  # a guard that hangs; harmless otherwise

@@ -31,6 +31,8 @@ from megatron_sao.rollout.engine_process import EngineProcess
 
 CAUSE_WAIT_S = 10.0  # when a process complains about another: how long that one's own failure may take to be seen
 
+SEES_END_WITHIN_S = 1.0  # the scheduler that of its trainer, for which it ends by itself
+
 _ABOUT = "Train on this machine: warm start, engines, scheduler and trainer in one command."
 
 
@@ -62,10 +64,11 @@ def run(config: Config, options: Options, started: float) -> int:
         for number in range(config.engine.count):
             engines.append(_start_engine(config, number, start.model, run_folder))
             running.callback(engines[-1].process.stop)
-        trainer = start_trainer(config, run_folder)
-        running.callback(trainer.stop)
-        scheduler = _start_scheduler(run_folder, start.model, [engine.process.url for engine in engines])
+        scheduler = _start_scheduler(run_folder, [engine.process.url for engine in engines])
         running.callback(scheduler.stop)
+        running.callback(scheduler.wait, SEES_END_WITHIN_S)
+        trainer = start_trainer(config, run_folder)
+        running.callback(trainer.stop, grace_s=0.0)  # its ranks let nobody but torchrun end them by SIGTERM
         say(f"starting {len(engines)} engine(s), {config.parallel.world_size} trainer ranks and the scheduler")
         _wait_until_ready(engines, [scheduler, trainer], stop)
         _supervise(engines, trainer, scheduler, stop)
@@ -82,9 +85,9 @@ def _start_engine(config: Config, number: int, model_folder: Path, run_folder: P
     return KeptEngine(process, config.engine.restarts, say)
 
 
-def _start_scheduler(run_folder: Path, model: Path, urls: list[str]) -> ChildProcess:
+def _start_scheduler(run_folder: Path, urls: list[str]) -> ChildProcess:
     command = [sys.executable, "-m", "megatron_sao.cli.scheduler", str(run_folder / CONFIG_FILE)]
-    command += ["--run-folder", str(run_folder), "--model", str(model), "--engines", ",".join(urls)]
+    command += ["--run-folder", str(run_folder), "--engines", ",".join(urls)]
     return ChildProcess("scheduler", command, run_folder / LOGS_FOLDER / "scheduler.log", shows_output=True)
 
 

@@ -48,13 +48,26 @@ def read_start(folder: Path) -> RunStart:
         ) from error
 
 
+def engine_file(folder: Path, number: int) -> Path:
+    """Where an engine of the run says where it listens."""
+    return folder / ENGINES_FOLDER / f"engine-{number}.json"
+
+
 def register_engine(folder: Path, number: int, url: str) -> None:
     """Effect: tells the scheduler where this engine listens, or will once it has started."""
-    path = folder / ENGINES_FOLDER / f"engine-{number}.json"
+    path = engine_file(folder, number)
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps({"url": url}) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def registered_url(folder: Path, number: int) -> str | None:
+    """What this engine told; None = nothing yet, or not whole."""
+    try:
+        return json.loads(engine_file(folder, number).read_text(encoding="utf-8"))["url"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def make_run_folder(path: Path) -> Path | None:

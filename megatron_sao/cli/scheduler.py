@@ -1,9 +1,10 @@
 """Starts the scheduler of one run: engines, prompts, ledger and sinks wired together.
 
-    python -m megatron_sao.cli.scheduler CONFIG --run-folder runs/local --model MODEL_FOLDER --engines URL[,URL ...]
+    python -m megatron_sao.cli.scheduler CONFIG --run-folder runs/local [--model MODEL_FOLDER] [--engines URL[,URL ...]]
                                          [--resume runs/local/checkpoints/step-000040]
 
-Engines may still be starting. The trainer finds the scheduler through `scheduler.json` in the run folder. The file
+A prepared run folder (`cli/prepare.py`) says which model and which checkpoint it is, and engines that are not named
+here register there. They may still be starting. The trainer finds the scheduler through `scheduler.json` in the run folder. The file
 `stop` there, or SIGTERM, makes the run save and end before its end. The process exits 0 only after the trainer said
 that it finished or has saved, or is not missed because a stop is wanted; `scheduler_summary.json` says what became of
 every prompt, however the run ended.
@@ -15,24 +16,25 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_sao.checkpoints import SCHEDULER_FOLDER, check_contents, check_sizes, read_manifest
+from megatron_sao.cli.arrivals import RunEngines
 from megatron_sao.cli.files import ADDRESS_FILE, LEDGER_FILE, SUMMARY_FILE
 from megatron_sao.cli.options import Options, parse_options, run_command
+from megatron_sao.cli.run_folder import RunStart, read_start
 from megatron_sao.cli.run_observer import RunObserver
 from megatron_sao.cli.stop import ask_to_stop, reason_to_stop
 from megatron_sao.config import Config, derived_numbers, describe
-from megatron_sao.errors import ConfigError, EngineError, ProtocolError
+from megatron_sao.errors import ConfigError, ProtocolError
 from megatron_sao.records import FINISHED, Prompt, StopWanted
 from megatron_sao.rollout.agent import EpisodeSettings, run_episode
 from megatron_sao.rollout.chat import Chat
-from megatron_sao.rollout.engine_client import EngineClient
 from megatron_sao.rollout.engine_pool import EnginePool
 from megatron_sao.rollout.environment import Environment, Task, make_environment
 from megatron_sao.rollout.greedy import GREEDY_FILE, MAX_PROMPTS, MAX_TOKENS, GreedyRecord, continue_greedily
@@ -53,9 +55,9 @@ EVAL_SEED = 0  # held-out prompts are the same for every run.seed, so that runs 
 _ABOUT = "Serve one trainer: prompts, rollouts on running engines, freshness, and the moment of each weight push."
 _VALUES = {
     "run-folder": "folder of this run; must exist",
-    "model": "HF folder whose tokenizer renders the prompts",
-    "resume": "checkpoint to go on from; the trainer must start from the same",
-    "engines": "addresses of the running engines, separated by commas: http://127.0.0.1:8000",
+    "model": "HF folder whose tokenizer renders the prompts (default: as prepared)",
+    "resume": "checkpoint to go on from; the trainer must start from the same (default: as prepared)",
+    "engines": "addresses of the engines, separated by commas: http://127.0.0.1:8000 (default: they register)",
     "host": "address to listen on for the trainer (default 127.0.0.1)",
 }
 
@@ -68,16 +70,16 @@ def main(argv: Sequence[str]) -> None:
     if "dry-run" in options.switches:
         print(describe(config))
         return
-    run_folder, model, engines = _required(options)
-    resume = Path(options.values["resume"]) if "resume" in options.values else None
-    if resume is None and (run_folder / LEDGER_FILE).exists():
+    run_folder, start = _start(options)
+    if start.resume is None and (run_folder / LEDGER_FILE).exists():
         raise ConfigError(
             f"{run_folder} already holds a run ({LEDGER_FILE}); go on from its checkpoint (--resume), choose another"
             " run.name, or remove the folder"
         )
-    saved = _read_checkpoint(resume) if resume else None
+    saved = _read_checkpoint(start.resume) if start.resume else None
+    urls = [url for url in options.values.get("engines", "").split(",") if url]
     try:
-        asyncio.run(_run(config, run_folder, model, engines, options.values.get("host", "127.0.0.1"), saved))
+        asyncio.run(_run(config, run_folder, start.model, urls, options.values.get("host", "127.0.0.1"), saved))
     except asyncio.CancelledError as error:
         raise ProtocolError("the scheduler was stopped before the run was over") from error
 
@@ -94,7 +96,7 @@ async def _run(
     prompts, eval_prompts = _prompts(config, environment, tasks)
     if saved:
         prompts.restore(saved.state.prompts)
-    engines = _engine_pool(config, engine_urls)
+    engines = RunEngines(config, run_folder, engine_urls)
     episode = EpisodeSettings(
         max_tokens_per_turn=config.sampling.max_tokens_per_turn,
         max_turns=config.sampling.max_turns,
@@ -109,7 +111,7 @@ async def _run(
     channel = SchedulerChannel(host, config.schedule.port)
     try:
         # Before anything is written. A run that shall stop needs no engines.
-        await stop.unless(lambda: _wait_for_engines(engines, config.engine.start_timeout_s))
+        await stop.unless(engines.wait)
     except BaseException:
         await channel.close()
         await engines.close()
@@ -122,10 +124,10 @@ async def _run(
     try:
         scheduler = Scheduler(
             channel=channel,
-            engines=engines,
+            engines=engines.pool,
             prompts=prompts,
             eval_prompts=eval_prompts,
-            run_episode=lambda prompt: run_episode(prompt, environment, engines, chat, episode),
+            run_episode=lambda prompt: run_episode(prompt, environment, engines.pool, chat, episode),
             ledger=ledger,
             settings=_settings(config),
             observer=observer,
@@ -139,7 +141,7 @@ async def _run(
                 version = scheduler.policy_version
                 recorded = await stop.unless(
                     lambda: _record_greedy_outputs(
-                        config, run_folder, engines, version, chat, environment, eval_prompts
+                        config, run_folder, engines.pool, version, chat, environment, eval_prompts
                     )
                 )
                 if isinstance(recorded, StopWanted):
@@ -157,37 +159,6 @@ async def _run(
         ledger.close()
         await channel.close()
         await engines.close()
-
-
-def _engine_pool(config: Config, urls: list[str]) -> EnginePool:
-    engine, push = config.engine, config.push
-    pushes_s = 2 * push.attempts * push.timeout_s  # that a request may have to wait through
-    clients = [
-        EngineClient(url, request_timeout_s=engine.request_timeout_s + pushes_s, push_timeout_s=push.timeout_s)
-        for url in urls
-    ]
-    return EnginePool(
-        clients, wait_timeout_s=engine.start_timeout_s + pushes_s, return_timeout_s=engine.start_timeout_s
-    )
-
-
-async def _wait_for_engines(engines: EnginePool, timeout_s: float) -> None:
-    """Return when all engines answer, or after `timeout_s` when some do: the others may join later.
-
-    Raises: EngineError when none answers within `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        answering = await engines.answering()
-        absent = ", ".join(engine.url for engine in engines.engines if engine.url not in answering)
-        if not absent:
-            return
-        if time.monotonic() > deadline:
-            break
-        await asyncio.sleep(0.2)
-    if not answering:
-        raise EngineError(f"no answer from the engine at {absent}; its log is in the run folder")
-    log.warning("the run begins without the engine at %s", absent)
 
 
 async def _record_greedy_outputs(
@@ -208,15 +179,21 @@ async def _record_greedy_outputs(
     _write_json(run_folder / GREEDY_FILE, msgspec.to_builtins(record))
 
 
-def _required(options: Options) -> tuple[Path, Path, list[str]]:
-    missing = [f"--{name}" for name in ("run-folder", "model", "engines") if not options.values.get(name)]
-    if missing:
-        raise ConfigError(f"the scheduler needs {', '.join(missing)}; --help says what they are")
-    run_folder, model = Path(options.values["run-folder"]), Path(options.values["model"])
-    for path in (run_folder, model):
-        if not path.is_dir():
-            raise ConfigError(f"{path} is no folder")
-    return run_folder, model, [url for url in options.values["engines"].split(",") if url]
+def _start(options: Options) -> tuple[Path, RunStart]:
+    """Run folder, model and checkpoint: what the command line does not say stands in a prepared folder."""
+    given = options.values
+    if "run-folder" not in given:
+        raise ConfigError(f"--run-folder is missing: {_VALUES['run-folder']}")
+    run_folder = Path(given["run-folder"])
+    if not run_folder.is_dir():
+        raise ConfigError(f"{run_folder} is no folder")
+    if "model" not in given:
+        start = read_start(run_folder)
+    elif not Path(given["model"]).is_dir():
+        raise ConfigError(f"{given['model']} is no folder")
+    else:
+        start = RunStart(Path(given["model"]), None)
+    return run_folder, replace(start, resume=Path(given["resume"])) if "resume" in given else start
 
 
 def _read_checkpoint(folder: Path) -> SavedSchedule:

@@ -47,7 +47,7 @@ class EnginePool:
     """All engines of a run. None serves before the first `survey`.
 
     Args:
-        engines: at least one; their addresses are known from the start, they themselves may come and go.
+        engines: those whose addresses are known; they themselves may come and go, and more may be added.
         wait_timeout_s: how long a request waits while no engine serves before it fails.
         return_timeout_s: how long an engine may take to come back when none answers.
     """
@@ -55,8 +55,6 @@ class EnginePool:
     def __init__(
         self, engines: Sequence[EngineClient], *, wait_timeout_s: float = 120.0, return_timeout_s: float = 120.0
     ) -> None:
-        if not engines:
-            raise EngineError("no rollout engine was given; engine.count must be at least 1")
         self._slots = [_Slot(engine) for engine in engines]
         self._members: list[_Slot] = []  # of the weight group, in the order of their ranks
         self._wait_timeout_s = wait_timeout_s
@@ -84,6 +82,10 @@ class EnginePool:
     def fenced(self) -> dict[str, str]:
         """url -> reason of the engines that take no new requests, those that are out included."""
         return {slot.engine.url: slot.fenced_because for slot in self._slots if slot.fenced_because}
+
+    def add(self, engine: EngineClient) -> None:
+        """Effect: one more engine, which the next push takes in."""
+        self._slots.append(_Slot(engine))
 
     async def close(self) -> None:
         """Effect: closes all clients."""

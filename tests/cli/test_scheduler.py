@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_sao.checkpoints import SCHEDULER_FOLDER, Manifest, checksums, write_manifest
+from megatron_sao.cli import arrivals
+from megatron_sao.cli.run_folder import RunStart, clear_attempt, register_engine, write_start
 from megatron_sao.cli.scheduler import main
 from megatron_sao.errors import CheckpointError, ConfigError, DataError, EngineError, ProtocolError
 from megatron_sao.observe.metrics import read_metrics
@@ -174,6 +176,35 @@ def test_a_run_begins_without_an_engine_that_does_not_come(run_folder, model):
     assert (summary["outcome"], summary["num_pushes"], summary["engines_taken_out"]) == ("finished", 3, 0)
 
 
+def test_what_the_command_line_does_not_say_stands_in_the_run_folder(run_folder, model, monkeypatch):
+    """Model and engines; one of these registers only after the run has begun, and the next push takes it in."""
+    monkeypatch.setattr(arrivals, "LATE_LOOK_EVERY_S", 0.02)
+    versions = []
+
+    def act(channel):
+        hello(channel)
+        train(channel, 1)
+        versions.append(late.version)
+        register_engine(run_folder, 1, late.url)
+        version = 1
+        while late.version == "default" and version < 500:
+            take(channel, version, version)
+            version += 1
+            push(channel, version)
+            report(channel, version - 1, version)
+        versions.append(late.version == prompt.version == str(version))
+        finish(channel)
+
+    write_start(run_folder, RunStart(model, None))
+    with running_engine() as prompt, running_engine() as late:
+        register_engine(run_folder, 0, prompt.url)
+        (run_folder / "engines" / "engine-1.json").write_text('{"url": "htt')  # just being written
+        argv = ["--run-folder", str(run_folder), *SETTINGS, "--engine.count=2", "--engine.start_timeout_s=1"]
+        run_with_trainer(act, argv, run_folder)
+    assert versions == ["default", True]
+    assert summary_of(run_folder)["outcome"] == "finished"
+
+
 def refused(run_folder, expected: type, words: str, argv: list[str]) -> None:
     """The command fails with this message and leaves nothing behind."""
     before = sorted(run_folder.iterdir()) if run_folder.exists() else None
@@ -184,7 +215,10 @@ def refused(run_folder, expected: type, words: str, argv: list[str]) -> None:
 
 def test_nothing_is_written_when_it_cannot_start(run_folder, model, tmp_path):
     dead = "http://127.0.0.1:9"
-    refused(run_folder, ConfigError, "--engines", ["--run-folder", str(run_folder), "--model", str(model)])
+    refused(run_folder, ConfigError, "--run-folder is missing", ["--model", str(model)])
+    refused(run_folder, ConfigError, "is no prepared run folder", ["--run-folder", str(run_folder)])
+    unregistered = ["--run-folder", str(run_folder), "--model", str(model), "--engine.start_timeout_s=0.5"]
+    refused(run_folder, EngineError, "no answer from engine 0 .no .*engines/engine-0.json", unregistered)
     refused(run_folder, ConfigError, "is no folder", arguments(run_folder / "absent", model, dead))
     refused(run_folder, ConfigError, "is no folder", arguments(run_folder, tmp_path / "absent", dead))
     refused(run_folder, ConfigError, "tokenizer in .* cannot be read", arguments(run_folder, run_folder, dead))
@@ -272,12 +306,6 @@ def checkpoint(channel, step: int, folder):
     return folder
 
 
-def forget_attempt(run_folder) -> None:
-    """What whoever starts a run again removes first."""
-    for name in ("scheduler.json", "scheduler_summary.json", "stop"):
-        (run_folder / name).unlink(missing_ok=True)
-
-
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(run_folder, model):
     """kill -9 between two files of a checkpoint; meanwhile the scheduler has gone on serving episodes."""
     partial = run_folder / "checkpoints" / "step-000002.partial"
@@ -315,7 +343,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
 
     before = read_metrics(run_folder / "metrics.jsonl")
     assert [(line["phase"], line["step"]) for line in before] == [("eval", 0), ("train", 0), ("train", 1)]
-    forget_attempt(run_folder)
+    clear_attempt(run_folder)
     with running_engine() as engine:
         given = arguments(run_folder, model, engine.url, "--resume", str(run_folder / "checkpoints" / "step-000001"))
         run_with_trainer(goes_on, given, run_folder)
