@@ -16,6 +16,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megatron_sao.cli.run_folder import RunStart, write_start
 from megatron_sao.observe.metrics import read_metrics
 from megatron_sao.observe.trajectories import read_trajectories
 from tests.support.local_run import (
@@ -64,6 +65,14 @@ def check_end(run: MarkedCommand, *words: str, exit_code: int, since_s: float | 
         assert word in messages[0], run.output
     assert seconds <= END_WITHIN_S
     return messages[0]
+
+
+def interrupt(run: LocalRun, number: signal.Signals) -> float:
+    """Ask it to stop, and once it has heard insist. -> when"""
+    run.send(number)
+    run.wait_for(f"[local] {number.name}: the run finishes its step", timeout_s=10)
+    run.send(number)
+    return time.monotonic()
 
 
 def check_interrupted(run: LocalRun, since_s: float) -> None:
@@ -247,7 +256,8 @@ def torchrun(tmp_path):
         config.write_text(SMALL_RUN.read_text().replace("enabled = true", "enabled = false").replace(
             'path = ""', f"path = {json.dumps(str(model))}"))  # fmt: skip
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        command += ["-m", "megatron_sao.cli.train", str(config), "--run-folder", str(tmp_path), "--model", str(model)]
+        command += ["-m", "megatron_sao.cli.train", str(config), "--run-folder", str(tmp_path)]
+        write_start(tmp_path, RunStart(model, resume=None))
         env = {"PYTHONPATH": str(CLONE), "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
         started.append(MarkedCommand(command, tmp_path / "torchrun.terminal", env))
         return started[-1]
@@ -300,11 +310,10 @@ def test_prompts_that_leave_no_room_for_an_answer(start, tiny_folder, tmp_path):
     check_end(run, *words, exit_code=3)
 
 
-def test_sigterm_while_everything_starts(start, tiny_folder):
+def test_sigterm_twice_while_everything_starts(start, tiny_folder):
     run = start(*no_warm_start(tiny_folder))
     wait_until_started(run)
-    run.send(signal.SIGTERM)
-    check_interrupted(run, time.monotonic())
+    check_interrupted(run, interrupt(run, signal.SIGTERM))
 
 
 def test_a_launcher_that_is_killed_takes_everything_along(start, tiny_folder):
@@ -376,8 +385,7 @@ def test_a_process_that_is_killed(start, tiny_folder, victim, words, exit_code):
         assert summary["outcome"] != "finished"
 
 
-def test_ctrl_c_in_the_middle(start, tiny_folder):
+def test_ctrl_c_twice_in_the_middle(start, tiny_folder):
     run = start_until_training(start, tiny_folder)
-    run.send(signal.SIGINT)
-    check_interrupted(run, time.monotonic())
+    check_interrupted(run, interrupt(run, signal.SIGINT))
     check_nothing_half_written(run)
