@@ -196,7 +196,9 @@ def parse_sample(answer: dict[str, Any], engine: str, unnamed_version: int) -> S
     """
     try:
         choice = answer["choices"][0]
-        token_ids, stop_reason = choice["token_ids"], choice["finish_reason"]
+        stop_reason = choice["finish_reason"]
+        _check_stop_reason(stop_reason, engine)  # first: a request that was aborted may lack all the rest
+        token_ids = choice["token_ids"]
         content = choice["logprobs"]["content"]
         candidates = [
             {c["token_id"]: c["logprob"] for c in [*step.get("top_logprobs", []), step]} for step in content
@@ -204,9 +206,6 @@ def parse_sample(answer: dict[str, Any], engine: str, unnamed_version: int) -> S
     except (KeyError, IndexError, TypeError) as error:
         raise DataError(f"the engine at {engine} answered without tokens or log-probs ({error!r}); "
                         "it must be started by this project's launcher") from error
-    if stop_reason not in ("stop", "length"):
-        kind = EngineError if stop_reason in ("abort", "error") else RequestRefused
-        raise kind(f"the engine at {engine} ended a request with {stop_reason!r}; expected stop or length")
     if not token_ids or any(type(id) is not int or id < 0 for id in token_ids):
         raise DataError(f"the engine at {engine} returned the token ids {token_ids!r}; expected one or more ids >= 0")
     return Sample(
@@ -215,6 +214,12 @@ def parse_sample(answer: dict[str, Any], engine: str, unnamed_version: int) -> S
         stop_reason=stop_reason,
         version_spans=version_spans(choice.get("weight_versions"), len(token_ids), unnamed_version, engine),
     )
+
+
+def _check_stop_reason(stop_reason: Any, engine: str) -> None:
+    if stop_reason not in ("stop", "length"):
+        kind = EngineError if stop_reason in ("abort", "error") else RequestRefused
+        raise kind(f"the engine at {engine} ended a request with {stop_reason!r}; expected stop or length")
 
 
 def sampled_logp(token_ids: list[int], candidates: list[Mapping[Any, Any]]) -> list[Any]:

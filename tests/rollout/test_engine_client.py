@@ -97,6 +97,9 @@ def test_answers_without_their_parts_are_refused(broken):
 def test_a_request_that_did_not_end_by_itself_is_an_error(reason):
     with pytest.raises(EngineError, match="ended a request"):
         parse_sample(answer(finish_reason=reason), "e", 0)
+    # Aborted before its first token, as by an engine that is told to end.
+    with pytest.raises(EngineError, match="ended a request"):
+        parse_sample({"choices": [{"token_ids": [], "finish_reason": reason, "logprobs": None}]}, "e", 0)
 
 
 def talk(handler, use, **settings):

@@ -150,6 +150,7 @@ async def play(
     return_timeout_s: float = 5.0,
     saved: Path | None = None,
     stop_when: threading.Event | None = None,
+    notes: Notes | None = None,
     **changes,
 ) -> Outcome:
     """One scheduler with one trainer.
@@ -159,6 +160,7 @@ async def play(
         at_start: async function of (scheduler, engines) that runs beside.
         return_timeout_s: of the pool.
         saved: what `save` wrote; the run goes on there.
+        notes: the observer.
         stop_when: the run shall stop from the moment that this is set, by any thread.
         changes: of ScheduleSettings.
     """
@@ -177,7 +179,7 @@ async def play(
     schedule = read_snapshot(saved) if saved else None
     if schedule:
         shutil.copyfile(schedule.ledger_path, ledger_path)
-    ledger, notes, stop = Ledger(ledger_path), Notes(), StopWish()
+    ledger, notes, stop = Ledger(ledger_path), notes or Notes(), StopWish()
     scheduler = Scheduler(
         channel=channel,
         engines=pool,

@@ -1,5 +1,6 @@
 """The scheduler with a real channel, client, pool and ledger; only engines and trainer are stand-ins."""
 
+import asyncio
 import itertools
 import time
 
@@ -24,6 +25,7 @@ from megatron_sao.rollout.assemble import Unscored
 from megatron_sao.rollout.engine_client import RequestRefused
 from tests.schedule.harness import (
     HELLO,
+    Notes,
     ask,
     finish,
     hello,
@@ -358,6 +360,35 @@ def test_when_no_engine_serves_the_trainer_pushes_again_what_it_has(tmp_path):
     assert result.num_episodes == 3
     assert out.engines[1].version == "2"
     assert out.summary["requests_lost_by_pushes"] == 0
+
+
+def test_an_evaluation_is_written_once_though_all_engines_fall_out_meanwhile(tmp_path):
+    class Slow(Notes):
+        def evaluated(self, result, policy_version, trajectories):
+            super().evaluated(result, policy_version, trajectories)
+            if result.name == "first":
+                engines[0].kill()
+                wait_for(lambda: not engines[0].is_joined)
+                engines[0].revive()
+                asyncio.run_coroutine_threadsafe(pools[0].survey(1), loops[0]).result(10)  # finds its first weights
+                time.sleep(0.3)  # time for the scheduler to act on it
+
+    async def look(scheduler, fakes):
+        engines.extend(fakes)
+        pools.append(scheduler._engines)
+        loops.append(asyncio.get_running_loop())
+
+    def trainer(channel, engines):
+        hello(channel)
+        train(channel, 1)
+        results = [ask(channel, EvalRequest(name=name), 1) for name in ("first", "second")]
+        finish(channel)
+        return [result.name for result in results]
+
+    engines, pools, loops = [], [], []
+    out = play_together(tmp_path, trainer, notes=Slow(), at_start=look)
+    assert (out.trainer_error, out.scheduler_error) == (None, None)
+    assert out.answer == [result.name for result, _ in out.notes.evaluations] == ["first", "second"]
 
 
 def test_a_trainer_that_could_not_send_repeats_the_push(tmp_path):

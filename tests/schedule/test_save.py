@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megatron_sao.errors import ProtocolError
+from megatron_sao.errors import CheckpointError, ProtocolError
 from megatron_sao.records import Hello, SaveState
 from megatron_sao.schedule.snapshot import read_snapshot
 from tests.schedule.harness import HELLO, finish, hello, open_push, play_together, push, report, save, states, take, train
@@ -121,3 +121,13 @@ def test_a_trainer_of_another_checkpoint_is_refused(tmp_path):  # WSY-10
     play_together(tmp_path / "first", saves)
     out = play_together(tmp_path / "second", lambda channel, _: channel.request(at_version(1)), saved=tmp_path / "saved")
     assert "resumes at version 1, the scheduler at 2: both must start from the same" in str(out.trainer_error)
+
+
+def test_a_state_that_cannot_be_written_ends_the_run_with_its_reason(tmp_path):
+    def trainer(channel, engines):
+        hello(channel)
+        channel.request(SaveState(step=1, folder=str(tmp_path / "absent")))
+
+    out = play_together(tmp_path, trainer)
+    assert isinstance(out.scheduler_error, CheckpointError)
+    assert "scheduler's part of a checkpoint cannot go to" in str(out.trainer_error)
