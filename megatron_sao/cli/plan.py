@@ -15,7 +15,7 @@ from megatron_sao.cli.options import DRY_RUN, Options, hush_libraries, parse_opt
 from megatron_sao.cli.plan_placement import print_placement, say_colocated, say_engines
 from megatron_sao.cli.plan_push import print_push
 from megatron_sao.cli.tables import GIB, MIB, Report, gib
-from megatron_sao.config import Config, check_is_built, check_model_fits, describe, load_config
+from megatron_sao.config import Config, check_is_built, check_model_fits, checkpoint_bytes, describe, load_config
 from megatron_sao.convert.family import check_stage_starts, read_shape
 from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.engine_memory import WorkerMemory, worker_memory
@@ -147,6 +147,7 @@ class _PlanReport:
         self._print_memory()
         self._print_formula()
         self._print_totals()
+        self._say_checkpoint()
         self._say_balance()
         self._print_traffic()
         print_placement(self._report, self._config)
@@ -240,6 +241,14 @@ class _PlanReport:
         gpus = self._config.placement.trainer_gpus_per_node or GPUS_PER_NODE
         host = max(s.host_bytes for s in self._plan.stages) * gpus
         self._say(f"offload needs up to {gib(host)} GiB of host memory on a node of {gpus} GPUs")
+
+    def _say_checkpoint(self) -> None:
+        keep, one = self._config.checkpoint, checkpoint_bytes(self._config, self._plan.elements["policy"])
+        count = keep.keep_last + keep.keep_best + 1
+        self._say(
+            f"a checkpoint takes up to {gib(one)} GiB; run.folder needs room for {count} (keep_last, keep_best and the"
+            f" one that is being written): {gib(count * one)} GiB"
+        )
 
     def _say_balance(self) -> None:
         from megatron_sao.models.plan_traffic import bubble_fraction

@@ -24,8 +24,8 @@ def check_before_start(config: Config) -> None:
     """
     check_is_built(config)
     _check_tasks(config)
-    _check_ports(config)
-    _check_run_folder(Path(config.run.folder))
+    check_ports(config)
+    check_run_folder(Path(config.run.folder))
 
 
 def check_model(config: Config, folder: Path) -> None:
@@ -54,7 +54,8 @@ def _check_tasks(config: Config) -> None:
         PromptSource(split, task.environment, environment, seed=config.run.seed, tasks=rows).take(1)
 
 
-def _check_ports(config: Config) -> None:
+def check_ports(config: Config) -> None:
+    """Engines and scheduler can listen where they shall. Raises: ConfigError."""
     engine = config.engine
     for number in range(engine.count):
         _check_port(engine.host, engine.port and engine.port + number, "engine.port", "engine.host")
@@ -74,7 +75,8 @@ def _check_port(host: str, port: int, *keys: str) -> None:
             ) from error
 
 
-def _check_run_folder(path: Path) -> None:
+def check_run_folder(path: Path) -> None:
+    """`path` can be made, or written to. Raises: ConfigError."""
     parent = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(f"run.folder = {path} cannot be used: {parent} is no folder that can be written to")

@@ -8,7 +8,7 @@ from megatron_sao.config.check import (
     check_world_size,
 )
 from megatron_sao.config.config import Config
-from megatron_sao.config.derived import derived_numbers, describe, max_in_flight
+from megatron_sao.config.derived import checkpoint_bytes, derived_numbers, describe, max_in_flight
 from megatron_sao.config.keys import help_on_keys
 from megatron_sao.config.load import load_config
 from megatron_sao.config.model_fit import check_model_fits
@@ -25,6 +25,7 @@ __all__ = [
     "check_nodes",
     "check_one_machine",
     "check_world_size",
+    "checkpoint_bytes",
     "derived_numbers",
     "describe",
     "help_on_keys",

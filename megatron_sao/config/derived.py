@@ -24,6 +24,14 @@ def max_in_flight(cfg: Config) -> int:
     return cfg.schedule.max_in_flight or min(fresh, cfg.engine.count * cfg.engine.max_num_seqs)
 
 
+def checkpoint_bytes(cfg: Config, num_parameters: int) -> int:
+    """At most, of one checkpoint: two models, each with weights, fp32 masters and both moments (frozen ones have none).
+
+    Args: num_parameters: of the policy; the value model has fewer.
+    """
+    return 2 * num_parameters * ((4 if cfg.model.dtype == "float32" else 2) + 3 * 4)
+
+
 def num_pretrain_holdout(value: Value) -> int:
     """Trajectories of the value pretraining that are kept to measure on: at least 1 where there is a pretraining."""
     return max(1, round(value.pretrain_trajectories * value.pretrain_holdout)) if value.pretrain_trajectories else 0

@@ -86,6 +86,14 @@ class WeightGroup:
         options.rootTensor = 0
         self._start(lambda: self._backend.broadcast([tensor], options), f"a broadcast from rank {src_rank}").wait()
 
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` on every rank by the sum over all.
+
+        Collective: every rank of the group calls this with equally sized, contiguous tensors.
+        Raises: ProtocolError as `broadcast` does.
+        """
+        self._start(lambda: self._backend.allreduce([tensor], dist.AllreduceOptions()), "a sum over all ranks").wait()
+
     def gather(self, row: Sequence[int]) -> list[list[int]]:
         """One row of integers from every rank, in rank order.
 
