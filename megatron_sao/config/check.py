@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_sao.config.algo import Algo
 from megatron_sao.config.arms import ARMS
+from megatron_sao.config.checkpoint import Checkpoint
 from megatron_sao.config.config import Config
 from megatron_sao.config.derived import num_pretrain_holdout
 from megatron_sao.config.engine import Engine
@@ -18,6 +19,7 @@ from megatron_sao.config.model import Model
 from megatron_sao.config.model_fit import demonstration_model_faults
 from megatron_sao.config.parallel import Parallel
 from megatron_sao.config.placement import Placement
+from megatron_sao.config.run import Run
 from megatron_sao.config.sampling import Sampling
 from megatron_sao.config.schedule import Schedule
 from megatron_sao.config.section import Section
@@ -321,6 +323,14 @@ def _engines_fill_their_nodes(placement: Placement, engine: Engine, parallel: Pa
         )
 
 
+def _the_best_can_be_told(checkpoint: Checkpoint, run: Run) -> Iterator[str]:
+    if checkpoint.keep_best and not run.eval_every:
+        yield (
+            f"checkpoint.keep_best = {checkpoint.keep_best} goes by the pass rate on held-out prompts, but"
+            " run.eval_every = 0 evaluates none while training; set it, or keep_best = 0"
+        )
+
+
 _CHECKS: list[Callable[..., Iterator[str]]] = [
     _one_source_of_weights,
     _demonstration_model_fits,
@@ -337,4 +347,5 @@ _CHECKS: list[Callable[..., Iterator[str]]] = [
     _nodes_are_said_as_a_whole,
     _trainer_fills_its_nodes,
     _engines_fill_their_nodes,
+    _the_best_can_be_told,
 ]

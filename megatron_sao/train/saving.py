@@ -65,7 +65,7 @@ class Checkpoints:
         self._trainer, self._link, self._folder = trainer, link, folder.resolve()
         self._config = trainer.config.checkpoint
         self._agreement = Agreement(self._config.timeout_s)
-        self._saved_step: int | None = None  # what is on disk already, or on its way
+        self._saved: tuple[int, bool] | None = None  # `_state` of what is on disk already, or on its way
         self._pending: _Save | None = None
         self._agreement.first(str(folder), lambda: bool(checkpoints.remove_leftovers(self._folder)))
 
@@ -78,7 +78,7 @@ class Checkpoints:
         path = path.resolve()
         progress = restore(self._trainer, path, self._agreement)
         if path.parent == self._folder:
-            self._saved_step = progress.step
+            self._saved = _state(progress)
         return progress
 
     def is_due(self, progress: Progress) -> bool:
@@ -95,11 +95,11 @@ class Checkpoints:
         Collective: every rank of the world, between two steps.
         """
         metrics = self.finish()
-        if self._saved_step == progress.step:
+        if self._saved == _state(progress):
             return metrics
         started = time.monotonic()
         self._pending = save = _Save(self._trainer, self._agreement, self._begin(progress), progress, started)
-        self._saved_step = progress.step
+        self._saved = _state(progress)
         scheduler_folder = str(save.folder / SCHEDULER_FOLDER)
         self._link.request(SaveState(step=progress.step, folder=scheduler_folder), Ack)
         try:
@@ -154,7 +154,7 @@ class Checkpoints:
         return Path(self._agreement.first(f"checkpoint {checkpoints.folder_name(progress.step)}", begin))
 
     def _give_up(self, save: "_Save") -> None:
-        self._pending = self._saved_step = None
+        self._pending = self._saved = None
         if self._trainer.world.is_first:
             shutil.rmtree(save.folder, ignore_errors=True)  # the disk may be full
 
@@ -166,6 +166,11 @@ class Checkpoints:
         copies, carried = besides_policy(self._trainer)
         shape = self._trainer.shape
         return _Besides(copies, carried, [name for name in carried if not mtp_part(name, shape)])
+
+
+def _state(progress: Progress) -> tuple[int, bool]:
+    """Whatever both models learn shows in it."""
+    return progress.step, progress.has_pretrained
 
 
 @dataclass(frozen=True)

@@ -265,6 +265,7 @@ def test_each_domain_has_its_own_bounds():
             ["value.groups.norms.lr_multiplier=2"],
             "value.groups.norms.lr_multiplier = 2.0 has no effect: the group is frozen",
         ),
+        (["checkpoint.keep_best=2"], "but run.eval_every = 0 evaluates none while training"),
         (["value.hl_gauss_min=1.5"], "value.hl_gauss_min = 1.5 is not below value.hl_gauss_max = 1.5"),
         (["value.loss=hl_gauss", "value.value_clip=0.2"], "value.value_clip = 0.2 has no effect"),
         (["value.warmup_steps=0", "value.warmup_until_explained_variance=0.5"], "needs value.warmup_steps > 0"),

@@ -15,11 +15,14 @@ from megatron_sao.train.saving import Checkpoints
 from megatron_sao.train.setup import Trainer, build_trainer
 from tests.support.trajectories import random_trajectories
 
+# Adam's epsilon is as large as gradients are: round-off in a gradient of nearly zero must not become a whole step.
 SETTINGS = {
     "run.deterministic": "true",
     "value.warmup_steps": "2",
-    "policy.lr": "1e-3",
-    "value.lr": "1e-3",
+    "policy.lr": "1e-2",
+    "value.lr": "1e-2",
+    "policy.adam_eps": "1e-2",
+    "value.adam_eps": "1e-2",
     "policy.lr_warmup_steps": "3",
     "value.lr_warmup_steps": "7",
     "value.groups.head.lr_multiplier": "2.0",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from tests.support.families import make_family_folder
 from tests.support.ranks import run_ranks
 from tests.support.saved_runs import resumed, saved_and_continued
 
@@ -34,6 +35,12 @@ def assert_same_bits(results, expected):
             assert differ == []
 
 
+def assert_close(metrics, expected):
+    assert len(metrics) == len(expected) == LAST - SAVED_AT
+    for found, wanted in zip(metrics, expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+
+
 SAME_LAYOUT = {
     "alone, in the warm-up": ({}, ["value.warmup_steps=4"]),
     "tp2-ep2": (dict(tp=2, ep=2), []),
@@ -53,6 +60,16 @@ def test_resumed_is_uninterrupted_bit_by_bit(tiny_folder, tmp_path, case):  # VA
     said = expected[0][0]
     assert said["save/bytes"] > 1e6 and said["save/seconds"] >= said["save/waited_seconds"] > 0
     assert results[0][2]["policy_version"] == (1 if "warm-up" in case else 3)
+
+
+def test_every_kind_of_tensor_goes_on_alike(tmp_path):
+    """MLA, an indexer, a shared expert, a router's bias, a trained MTP layer, a padded vocabulary."""
+    folder = make_family_folder("glm_moe_dsa", tmp_path / "hf", mtp=True, seed=1, vocab_size=129)
+    given, more = (folder, tmp_path / "checkpoints"), ["policy.mtp_loss_weight=0.1"]
+    first, second = ([*overrides_of(axes), *more] for axes in (dict(tp=2, ep=2), dict(pp=2)))
+    expected = run_ranks(2, saved_and_continued, *given, first, SAVED_AT, LAST, timeout_s=120)
+    for metrics, *_ in run_ranks(2, resumed, *given, second, LAST, timeout_s=120):
+        assert_close(metrics, expected[0][1])
 
 
 LAYOUTS = {
@@ -86,6 +103,4 @@ def test_another_layout_goes_on_alike(tiny_folder, saved, first, second):
     for metrics, *_ in run_ranks(
         ranks_of(axes), resumed, tiny_folder, run, overrides_of(axes), LAST, timeout_s=120
     ):
-        assert len(metrics) == len(expected) == LAST - SAVED_AT
-        for found, wanted in zip(metrics, expected, strict=True):
-            assert found == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+        assert_close(metrics, expected)
