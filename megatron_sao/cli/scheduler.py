@@ -76,21 +76,19 @@ def main(argv: Sequence[str]) -> None:
             f"{run_folder} already holds a run ({LEDGER_FILE}); go on from its checkpoint (--resume), choose another"
             " run.name, or remove the folder"
         )
-    saved = _read_checkpoint(start.resume) if start.resume else None
     urls = [url for url in options.values.get("engines", "").split(",") if url]
     try:
-        asyncio.run(_run(config, run_folder, start.model, urls, options.values.get("host", "127.0.0.1"), saved))
+        asyncio.run(_run(config, run_folder, start, urls, options.values.get("host", "127.0.0.1")))
     except asyncio.CancelledError as error:
         raise ProtocolError("the scheduler was stopped before the run was over") from error
 
 
-async def _run(
-    config: Config, run_folder: Path, model: Path, engine_urls: list[str], host: str, saved: SavedSchedule | None
-) -> None:
+async def _run(config: Config, run_folder: Path, start: RunStart, engine_urls: list[str], host: str) -> None:
     stop = StopWish()
     _heed_sigterm(run_folder, stop)
     looking = asyncio.create_task(_look_for_stop_file(run_folder, stop))
-    chat = Chat(_load_tokenizer(model))
+    saved = _read_checkpoint(start.resume) if start.resume else None
+    chat = Chat(_load_tokenizer(start.model))
     environment = make_environment(config.task.environment, config.task.params)
     tasks = await _tasks(config, environment, chat)
     prompts, eval_prompts = _prompts(config, environment, tasks)
@@ -134,6 +132,7 @@ async def _run(
             stop=stop,
             saved=saved,
         )
+        del saved  # its trajectories are the buffer's now, and shall leave memory with it
         _write_json(run_folder / ADDRESS_FILE, {"address": channel.address})
         try:
             ended = await scheduler.run()

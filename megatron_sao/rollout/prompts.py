@@ -6,9 +6,10 @@ whole state and any issued prompt can be made again from its id; training and ev
 
 import json
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,9 @@ from megatron_sao.errors import DataError
 from megatron_sao.records import Prompt
 from megatron_sao.rollout.chat import Chat
 from megatron_sao.rollout.environment import Environment, Task, generated_task, split_of
+
+
+NUM_TASKS_COMPARED = 16  # of an environment that makes its tasks: they stand for all of them
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ class PromptSource:
 
     def state(self) -> dict[str, int]:
         """What to save; `restore` of it continues with the next prompt."""
-        return {"cursor": self.cursor, "num_prompts": self.num_prompts, "seed": self._seed}
+        return {"cursor": self.cursor, **self._identity}
 
     def restore(self, state: dict[str, int]) -> None:
         """Effect: continues where `state` was taken.
@@ -211,12 +215,24 @@ class PromptSource:
         Raises:
             DataError: the state belongs to other prompts or another seed, so its position means nothing here.
         """
-        mine = {"num_prompts": self.num_prompts, "seed": self._seed}
-        theirs = {key: state.get(key) for key in mine}
-        if mine != theirs:
-            raise DataError(f"the saved position belongs to {theirs}, this run has {mine}; "
+        theirs = {key: state.get(key) for key in self._identity}
+        if self._identity != theirs:
+            raise DataError(f"the saved position belongs to {theirs}, this run has {self._identity}; "
                             "resume with the same task and run.seed")
         self.cursor = state["cursor"]
+
+    @cached_property
+    def _identity(self) -> dict[str, int]:
+        """What a position depends on: with anything else it means other prompts."""
+        tasks = self._tasks
+        if tasks is None:
+            tasks = [generated_task(self._environment, self.split, i, self._seed) for i in range(NUM_TASKS_COMPARED)]
+        return {
+            "num_prompts": self.num_prompts,
+            "rollouts_per_prompt": self._rollouts_per_prompt,
+            "seed": self._seed,
+            "crc32": zlib.crc32(msgspec.msgpack.encode(tasks)),
+        }
 
     def _place(self, cursor: int) -> tuple[int, int]:
         issued = cursor // self._rollouts_per_prompt

@@ -158,7 +158,7 @@ class Scheduler:
         self._settings = settings
         self._observer = observer
         self._stop = stop
-        self._saved = saved
+        self._resumes_at = saved.state.policy_version if saved else None
         self._totals = saved.state.totals if saved else Totals()
         self._buffer = Buffer()
         for trajectory in saved.trajectories if saved else ():
@@ -299,9 +299,9 @@ class Scheduler:
     def _welcome(self, hello: Hello) -> Welcome:
         if self._hello is not None:
             raise ProtocolError("the trainer said Hello twice")
-        if self._saved and hello.policy_version != self._saved.state.policy_version:
+        if self._resumes_at not in (None, hello.policy_version):
             raise ProtocolError(f"the trainer resumes at version {hello.policy_version}, the scheduler at "
-                                f"{self._saved.state.policy_version}: both must start from the same checkpoint")
+                                f"{self._resumes_at}: both must start from the same checkpoint")
         self._hello = hello
         self._may_repeat_version = True
         return Welcome(num_engines=len(self._engines.engines))

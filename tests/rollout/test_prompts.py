@@ -135,8 +135,14 @@ def test_a_restored_source_goes_on_where_it_stopped():
     other = fixed_source(train_names(7))
     other.restore(source.state())
     assert other.take(19) == whole[11:]
+    state, changed = source.state(), train_names(8)[1:]
+    others = [fixed_source(train_names(6)), fixed_source(changed), fixed_source(train_names(7), rollouts_per_prompt=2)]
+    others += [PromptSource("train", "calculator", Calculator(max_digits=n), seed=1) for n in (2, 3)]
+    for one in others:
+        with pytest.raises(DataError, match="saved position"):
+            one.restore(state)
     with pytest.raises(DataError, match="saved position"):
-        fixed_source(train_names(6)).restore(source.state())
+        others[-1].restore(others[-2].state())
 
 
 def test_groups_repeat_a_prompt_in_a_row():

@@ -138,6 +138,23 @@ def play_in_turn(
     return asyncio.run(run())
 
 
+class Stopper:
+    """Lets a thread of a test tell the run to stop."""
+
+    def __init__(self) -> None:
+        self.wanted, self.is_heard = threading.Event(), threading.Event()
+
+    def ask(self) -> None:
+        """Returns when the scheduler knows it. Not from its own thread."""
+        self.wanted.set()
+        assert self.is_heard.wait(LIMIT_S)
+
+    async def pass_on(self, wish: StopWish) -> None:
+        await asyncio.to_thread(self.wanted.wait, 2 * LIMIT_S)
+        wish.ask("a test")
+        self.is_heard.set()
+
+
 async def play(
     ledger_path: Path,
     trainer: Callable,
@@ -149,7 +166,7 @@ async def play(
     at_start: Callable | None = None,
     return_timeout_s: float = 5.0,
     saved: Path | None = None,
-    stop_when: threading.Event | None = None,
+    stopper: "Stopper | None" = None,
     notes: Notes | None = None,
     **changes,
 ) -> Outcome:
@@ -161,7 +178,7 @@ async def play(
         return_timeout_s: of the pool.
         saved: what `save` wrote; the run goes on there.
         notes: the observer.
-        stop_when: the run shall stop from the moment that this is set, by any thread.
+        stopper: through which a test tells the run to stop.
         changes: of ScheduleSettings.
     """
 
@@ -193,8 +210,8 @@ async def play(
         saved=schedule,
     )
     beside = asyncio.create_task(at_start(scheduler, fakes)) if at_start else None
-    stop_when = stop_when or threading.Event()
-    stopping = asyncio.create_task(_ask_when(stop_when, stop))
+    stopper = stopper or Stopper()
+    stopping = asyncio.create_task(stopper.pass_on(stop))
     served = asyncio.create_task(scheduler.run())
     trained = asyncio.create_task(asyncio.to_thread(_train, trainer, channel.address, fakes))
     try:
@@ -205,7 +222,7 @@ async def play(
     finally:
         if beside:
             beside.cancel()
-        stop_when.set()
+        stopper.wanted.set()
         await stopping
         ledger.close()
         await channel.close()
@@ -227,11 +244,6 @@ async def _end_of(served: asyncio.Task) -> tuple[str | None, Exception | None]:
         return await served, None
     except Exception as error:
         return None, error
-
-
-async def _ask_when(event: threading.Event, stop: StopWish) -> None:
-    await asyncio.to_thread(event.wait, 2 * LIMIT_S)
-    stop.ask("a test")
 
 
 # ---- what a trainer does --------------------------------------------------------------------------------------------

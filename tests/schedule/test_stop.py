@@ -24,6 +24,7 @@ from megatron_sao.records import (
 from megatron_sao.schedule.snapshot import read_snapshot
 from tests.schedule.harness import (
     HELLO,
+    Stopper,
     hello,
     open_push,
     play_together,
@@ -69,7 +70,7 @@ FATES = ["alive", "dead"]
 @pytest.mark.parametrize("moment", ["before", "while it waits"])
 def test_a_request_for_episodes_is_answered_with_the_wish(tmp_path, request_, moment, fate):
     """Also one that waits already, also while no engine lives."""
-    stop, asks = threading.Event(), threading.Event()
+    stop, asks = Stopper(), threading.Event()
 
     def trainer(channel, engines):
         hello(channel)
@@ -78,7 +79,7 @@ def test_a_request_for_episodes_is_answered_with_the_wish(tmp_path, request_, mo
             engine.hold = True  # from here on no episode ends
         act_on_engines(engines, fate)
         if moment == "before":
-            stop.set()
+            stop.ask()
         asks.set()
         answer = channel.request(request_)
         leave(channel, 1, tmp_path / "saved")
@@ -88,9 +89,9 @@ def test_a_request_for_episodes_is_answered_with_the_wish(tmp_path, request_, mo
         await asyncio.to_thread(asks.wait, 20)
         while not scheduler._channel.is_asked:
             await asyncio.sleep(0.01)
-        stop.set()
+        stop.wanted.set()
 
-    out = play_together(tmp_path, trainer, engines=[{}, {}], stop_when=stop, at_start=stop_when_asked,
+    out = play_together(tmp_path, trainer, engines=[{}, {}], stopper=stop, at_start=stop_when_asked,
                         return_timeout_s=20.0)
     stopped_well(out)
     assert out.answer == STOP
@@ -102,13 +103,13 @@ def test_a_request_for_episodes_is_answered_with_the_wish(tmp_path, request_, mo
 
 @pytest.mark.parametrize("fate", FATES)
 def test_the_step_that_runs_is_finished_without_its_push(tmp_path, fate):
-    stop = threading.Event()
+    stop = Stopper()
 
     def trainer(channel, engines):
         hello(channel)
         train(channel, 2)
         take(channel, 2, 2)
-        stop.set()
+        stop.ask()
         act_on_engines(engines, fate)
         answers.append(push(channel, 3))
         report(channel, 2, 3)
@@ -117,7 +118,7 @@ def test_the_step_that_runs_is_finished_without_its_push(tmp_path, fate):
         return [engine.version for engine in engines]
 
     answers = []
-    out = play_together(tmp_path, trainer, engines=[{}, {}], stop_when=stop)
+    out = play_together(tmp_path, trainer, engines=[{}, {}], stopper=stop)
     stopped_well(out)
     assert out.answer == ["2", "2"]
     assert answers == [PushDone(policy_version=3, metrics={}), STOP]
@@ -129,7 +130,7 @@ def test_the_step_that_runs_is_finished_without_its_push(tmp_path, fate):
 @pytest.mark.parametrize("moment", ["init", "pause", "start", "sending", "update", "finish"])
 def test_a_push_under_way_ends_as_if_it_was_done(tmp_path, moment, fate):
     """In each part of it, with engines that hang there or die."""
-    stop = threading.Event()
+    stop = Stopper()
 
     def trainer(channel, engines):
         hello(channel)
@@ -147,7 +148,7 @@ def test_a_push_under_way_ends_as_if_it_was_done(tmp_path, moment, fate):
             assert isinstance(open_push(channel, 2), PushGo)
             message = PushSent(policy_version=2, fault="the engines are gone" if fate == "dead" else "")
         if moment == "sending":
-            stop.set()
+            stop.ask()
             act_on_engines(engines, fate)
         else:
             threading.Thread(target=stop_when_there, args=(engines, num_calls), daemon=True).start()
@@ -159,10 +160,10 @@ def test_a_push_under_way_ends_as_if_it_was_done(tmp_path, moment, fate):
 
     def stop_when_there(engines, num_calls):
         wait_for(lambda: engines[1].calls.count(moment) > num_calls or moment == "update")
-        stop.set()
+        stop.ask()
         act_on_engines(engines, fate)
 
-    out = play_together(tmp_path, trainer, engines=[{}, {}], stop_when=stop, push_timeout_s=3.0)
+    out = play_together(tmp_path, trainer, engines=[{}, {}], stopper=stop, push_timeout_s=3.0)
     stopped_well(out)
     first, done = out.answer
     assert isinstance(first, PushDone if moment in ("pause", "start") else PushFailed)
@@ -173,14 +174,14 @@ def test_a_push_under_way_ends_as_if_it_was_done(tmp_path, moment, fate):
 
 def test_a_resumed_run_goes_on_where_it_was_stopped(tmp_path):
     """Episodes that end after the wish are kept with the checkpoint; what runs then is played again."""
-    stop = threading.Event()
+    stop = Stopper()
 
     def stops(channel, engines):
         hello(channel)
         train(channel, 2)
         take(channel, 2, 2)
         wait_for(lambda: engines[0].num_held == 6)
-        stop.set()
+        stop.ask()
         engines[0].num_free = 8 + 4 + 4  # four of them end
         push(channel, 3)
         report(channel, 2, 3)
@@ -197,7 +198,7 @@ def test_a_resumed_run_goes_on_where_it_was_stopped(tmp_path):
 
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    first = play_together(tmp_path / "first", stops, engines=[{"num_free": 12, "hold_at": 1}], stop_when=stop)
+    first = play_together(tmp_path / "first", stops, engines=[{"num_free": 12, "hold_at": 1}], stopper=stop)
     stopped_well(first)
     assert first.summary["in_flight_running"] + first.summary["in_flight_buffered"] == 6
     second = play_together(tmp_path / "second", goes_on, saved=tmp_path / "saved")
@@ -209,12 +210,12 @@ def test_a_resumed_run_goes_on_where_it_was_stopped(tmp_path):
 
 
 def test_what_fails_while_a_run_stops_is_not_its_failure(tmp_path):
-    stop, over = threading.Event(), threading.Event()
+    stop = Stopper()
 
     async def run_episode(prompt, pool):
-        if not over.is_set():
+        if prompt.prompt_id in {f"p{i}" for i in range(8)}:  # of the two steps
             return make_trajectory(prompt.prompt_id)
-        while not stop.is_set():
+        while not stop.is_heard.is_set():
             await pool.engines[0].is_healthy()
         await pool.engines[0].is_healthy()
         failed.append(prompt.prompt_id)
@@ -222,70 +223,67 @@ def test_what_fails_while_a_run_stops_is_not_its_failure(tmp_path):
 
     def trainer(channel, engines):
         hello(channel)
-        over.set() if take(channel, 0, 0) else None
+        take(channel, 0, 0)
         report(channel, 0, 0)
-        take(channel, 1, 0)  # uses up what the first one left
-        stop.set()
+        take(channel, 1, 0)
+        stop.ask()
         wait_for(lambda: len(failed) >= 2)
         report(channel, 1, 0)
         leave(channel, 1, tmp_path / "saved")
 
     failed = []
-    out = play_together(tmp_path, trainer, run_episode=run_episode, stop_when=stop, max_staleness=9)
+    out = play_together(tmp_path, trainer, run_episode=run_episode, stopper=stop, max_staleness=9)
     stopped_well(out)
     rows = states(tmp_path / "saved" / "ledger.sqlite")
     assert {rows[prompt_id] for prompt_id in failed} == {"in_flight"}, "a resumed run would not play it again"
 
 
-@pytest.mark.parametrize("moment", ["never there", "gone before", "gone after", "in a push"])
+@pytest.mark.parametrize("moment", ["never there", "in a step", "after a push", "in a push"])
 def test_it_ends_well_and_soon_without_a_trainer(tmp_path, moment):
-    stop = threading.Event()
+    stop = Stopper()
 
     def trainer(channel, engines):
         if moment == "never there":
-            stop.set()
+            stop.ask()
             return
         hello(channel)
         take(channel, 0, 0)
         if moment == "in a push":
             open_push(channel, 1)
-        stop.set()
-        if moment == "gone after":
+        stop.ask()
+        if moment == "after a push":
             push(channel, 1)
 
-    out = play_together(tmp_path, trainer, stop_when=stop, linger_s=0.3, trainer_start_timeout_s=25.0)
-    if moment == "gone before" and out.scheduler_error:  # it may see the end of the trainer first
-        assert "the trainer went away" in str(out.scheduler_error)
-        return
+    out = play_together(tmp_path, trainer, stopper=stop, linger_s=0.3, trainer_start_timeout_s=25.0)
     stopped_well(out)
 
 
 def test_a_trainer_that_comes_late_is_told(tmp_path):
     """The run is stopped while the trainer still starts: it may leave a checkpoint of the beginning."""
-    stop = threading.Event()
+    stop = Stopper()
 
     def trainer(channel, engines):
-        stop.set()
+        stop.ask()
         engines[0].kill()
         hello(channel)
         answer = channel.request(EvalRequest(name="before"))
         leave(channel, 0, tmp_path / "saved")
         return answer
 
-    out = play_together(tmp_path, trainer, stop_when=stop)
+    out = play_together(tmp_path, trainer, stopper=stop)
     stopped_well(out)
     assert out.answer == STOP
     assert (out.summary["issued"], out.summary["num_pushes"]) == (0, 0)
 
 
 def test_a_trainer_that_cannot_save_fails_the_run(tmp_path):
-    stop = threading.Event()
+    stop = Stopper()
 
     def trainer(channel, engines):
         hello(channel)
-        stop.set()
+        stop.ask()
         channel.request(EvalRequest(name="before"))
         channel.request(Goodbye(reason="no space left on device"))
 
-    out = play_together(tmp_path, trainer, stop_when=stop, num_eval=500)
+    out = play_together(tmp_path, trainer, stopper=stop, num_eval=500)
     assert isinstance(out.scheduler_error, ProtocolError) and "no space left" in str(out.scheduler_error)
