@@ -80,8 +80,9 @@ def train(
 
     pusher.connect(progress.policy_version)
     if progress.pass_rate_before is None:
-        before: EvalResult = link.request(EvalRequest(name="before"), EvalResult)
-        progress.add_evaluation(before.pass_rate)
+        _evaluate(link, progress, "before")
+    if progress.wants_evaluation:  # the run was stopped before it could be done
+        _evaluate(link, progress, f"step-{progress.step}")
     if progress.wants_pretraining:
         pretrain_value(trainer, link, progress.outcome)
         progress.has_pretrained = True
@@ -125,14 +126,19 @@ def train(
         link.request(report, Ack)
 
         progress.finish_step(phase, result)
-        if progress.phases.evaluation_is_due:
-            evaluated: EvalResult = link.request(EvalRequest(name=f"step-{step}"), EvalResult)
-            progress.add_evaluation(evaluated.pass_rate)
+        if progress.wants_evaluation:
+            _evaluate(link, progress, f"step-{step}")
         save_metrics = checkpoints.save(progress) if checkpoints.is_due(progress) else checkpoints.settle()
 
-    after: EvalResult = link.request(EvalRequest(name="after"), EvalResult)
-    progress.add_evaluation(after.pass_rate)
+    pass_rate_after = _evaluate(link, progress, "after")
     if config.checkpoint.every_steps:
         checkpoints.save(progress)  # a finished run can be prolonged
         checkpoints.finish()
-    return after.pass_rate
+    return pass_rate_after
+
+
+def _evaluate(link: SchedulerLink, progress: Progress, name: str) -> float:
+    """The pass rate on held-out prompts, which `progress` then knows. Raises: StopAsked."""
+    evaluated: EvalResult = link.request(EvalRequest(name=name), EvalResult)
+    progress.add_evaluation(evaluated.pass_rate)
+    return evaluated.pass_rate

@@ -19,6 +19,7 @@ class Progress:
     has_pretrained: bool = False  # the value pretraining is done
     pass_rate_before: float | None = None  # on held-out prompts, before the first step; None = not evaluated yet
     pass_rate: float | None = None  # the newest one
+    evaluated_step: int = 0  # after which that was
 
     @classmethod
     def at_start(cls, config: Config) -> Self:
@@ -37,7 +38,7 @@ class Progress:
 
     def saved(self) -> dict[str, Any]:
         """All of it, JSON-able."""
-        own = ("policy_version", "has_pretrained", "pass_rate_before", "pass_rate")
+        own = ("policy_version", "has_pretrained", "pass_rate_before", "pass_rate", "evaluated_step")
         return {
             "phases": self.phases.saved(),
             "outcome": asdict(self.outcome),
@@ -51,12 +52,17 @@ class Progress:
 
     @property
     def wants_pretraining(self) -> bool:
-        """The value model is to be pretrained before the next step."""
-        return self.phases.pretrains_value and not self.has_pretrained
+        """The value model is to be pretrained before the first step."""
+        return self.phases.pretrains_value and not self.has_pretrained and self.step == 0
+
+    @property
+    def wants_evaluation(self) -> bool:
+        """The last step is one after which held-out prompts are played, and they were not yet."""
+        return self.phases.evaluation_is_due and self.evaluated_step < self.step
 
     def add_evaluation(self, pass_rate: float) -> None:
         """Take in a pass rate on held-out prompts."""
-        self.pass_rate = pass_rate
+        self.pass_rate, self.evaluated_step = pass_rate, self.step
         if self.pass_rate_before is None:
             self.pass_rate_before = pass_rate
 

@@ -178,13 +178,13 @@ def test_a_run_saves_after_pretraining_when_due_and_at_its_end(folder, tmp_path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
 
 
-@pytest.mark.parametrize("where", ["before", 2, "after"])
+@pytest.mark.parametrize("where", ["before", 2, "step-2", "after"])
 def test_a_stopped_run_saves_and_the_resumed_one_does_the_rest(folder, tmp_path, where):
-    overrides = ["run.steps=3", "value.warmup_steps=0"]
+    overrides = ["run.steps=3", "value.warmup_steps=0", "run.eval_every=2"]
     whole, whole_summary = run(folder, tmp_path / "whole", {}, *overrides)
     stopped, nothing = run(folder, tmp_path, {where: "stop"}, *overrides)
     assert nothing is None and not (tmp_path / "export").exists()
-    step = {"before": 0, 2: 1, "after": 3}[where]
+    step = {"before": 0, 2: 1, "step-2": 2, "after": 3}[where]
     assert stopped.names()[-2:] == [f"save {step}", "stopped"]
     resumed, summary = run(folder, tmp_path, {}, *overrides, resume=tmp_path / "checkpoints" / f"step-{step:06d}")
     assert resumed.names()[0] == f"connect {step}"

@@ -89,3 +89,14 @@ def test_pretraining_is_done_once():
     assert progress.wants_pretraining and restored(progress, *overrides).wants_pretraining
     progress.has_pretrained = True
     assert not restored(progress, *overrides).wants_pretraining
+    late = progress_after(1, "value.warmup_steps=2")
+    assert not restored(late, *overrides).wants_pretraining, "nothing is made up for after a step"
+
+
+def test_an_evaluation_that_was_due_is_owed_until_it_is_done():
+    overrides = ["value.warmup_steps=0", "run.eval_every=2"]
+    assert not progress_after(1, *overrides).wants_evaluation
+    owed = restored(progress_after(2, *overrides), *overrides)
+    assert owed.wants_evaluation
+    owed.add_evaluation(0.5)
+    assert not owed.wants_evaluation and not restored(owed, *overrides).wants_evaluation
