@@ -147,11 +147,11 @@ def newest(folder: Path) -> Path | None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Effect: removes what killed runs left half-written or half-removed; -> what it was."""
+    """Effect: removes what killed runs left half-written or half-removed, as far as it can be; -> what it was."""
     ends = (_PARTIAL, _OLD)
     left = [path for path in _entries(folder) if path.suffix in ends and step_of(path.with_suffix("")) is not None]
     for path in left:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     return left
 
 
@@ -168,15 +168,18 @@ def give_name(partial: Path) -> Path:
     """Effect: a folder from `begin`, complete with its manifest, gets its name; an older one of that name goes."""
     _sync_folders(partial)
     final = partial.with_suffix("")
-    if final.exists():
-        _remove(final)
+    old = _set_aside(final) if final.exists() else None
     partial.rename(final)
     _sync_folder(final.parent)
+    if old:
+        shutil.rmtree(old, ignore_errors=True)
     return final
 
 
 def remove_superseded(folder: Path, keep: Keep, newest_step: int) -> list[Path]:
     """Effect: removes the checkpoints that no rule keeps; -> which.
+
+    What cannot be removed now (on NFS, a folder with a file that somebody reads) is left to the next save.
 
     Args:
         newest_step: of the run. Later ones were written before it went back to an earlier checkpoint: they go.
@@ -190,7 +193,7 @@ def remove_superseded(folder: Path, keep: Keep, newest_step: int) -> list[Path]:
         kept |= {step for _, step in sorted(rated)[-keep.best :]}
     gone = [path for step, path in steps.items() if step not in kept]
     for path in gone:
-        _remove(path)
+        shutil.rmtree(_set_aside(path), ignore_errors=True)
     return gone
 
 
@@ -198,11 +201,9 @@ def _entries(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
 
 
-def _remove(path: Path) -> None:
-    """In two moves, so that a half-removed folder does not carry the name of a whole one."""
-    old = path.with_name(path.name + _OLD)
-    path.rename(old)
-    shutil.rmtree(old)
+def _set_aside(path: Path) -> Path:
+    """Before it is removed: a half-removed folder must not carry the name of a whole one. -> its name then."""
+    return path.rename(path.with_name(path.name + _OLD))
 
 
 def _sync_folders(top: Path) -> None:

@@ -1,6 +1,9 @@
 """Checkpoint folders: what counts as finished, what is named when it is damaged, what is kept."""
 
+import errno
 import json
+import os
+import shutil
 import zlib
 
 import pytest
@@ -75,6 +78,30 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     write(tmp_path, 40, pass_rate=0.2)
     assert names(tmp_path.iterdir()) == ["step-000040"]
     assert checkpoints.read_manifest(tmp_path / "step-000040").pass_rate == 0.2
+
+
+def test_a_checkpoint_that_is_replaced_goes_after_the_new_one_has_its_name(tmp_path, monkeypatch):
+    write(tmp_path, 40, pass_rate=0.1)
+    rmtree, seen = shutil.rmtree, []
+
+    def watched(path, **options):
+        seen.append(checkpoints.read_manifest(checkpoints.newest(tmp_path)).pass_rate)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    write(tmp_path, 40, pass_rate=0.2)
+    assert seen == [0.2], "killed while the old one is removed, the run has the new one"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_yet_is_no_fault_of_the_save(tmp_path, monkeypatch):
+    for step in (20, 40):
+        write(tmp_path, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOTEMPTY, "read on NFS")))
+        assert kept(tmp_path, 40) == [40]
+    assert names(sorted(tmp_path.iterdir())) == ["step-000020.old", "step-000040"]
+    write(tmp_path, 60)
+    assert names(sorted(tmp_path.iterdir())) == ["step-000040", "step-000060"]
 
 
 def damage(path, how):
