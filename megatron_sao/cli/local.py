@@ -70,7 +70,6 @@ def run(config: Config, options: Options, started: float) -> int:
         trainer = start_trainer(config, run_folder)
         running.callback(trainer.stop, grace_s=0.0)  # its ranks let nobody but torchrun end them by SIGTERM
         say(f"starting {len(engines)} engine(s), {config.parallel.world_size} trainer ranks and the scheduler")
-        _wait_until_ready(engines, [scheduler, trainer], stop)
         _supervise(engines, trainer, scheduler, stop)
     return report_end(run_folder, time.monotonic() - started)
 
@@ -89,13 +88,6 @@ def _start_scheduler(run_folder: Path, urls: list[str]) -> ChildProcess:
     command = [sys.executable, "-m", "megatron_sao.cli.scheduler", str(run_folder / CONFIG_FILE)]
     command += ["--run-folder", str(run_folder), "--engines", ",".join(urls)]
     return ChildProcess("scheduler", command, run_folder / LOGS_FOLDER / "scheduler.log", shows_output=True)
-
-
-def _wait_until_ready(engines: list[KeptEngine], others: list[ChildProcess], stop: StopOnSignal) -> None:
-    while not all(engine.is_ready for engine in engines):
-        stop.check()
-        _check(engines, others)
-        time.sleep(0.1)
 
 
 # Exit codes of a process that complains about another one, which mostly has ended or is about to.
@@ -123,10 +115,13 @@ def _check(engines: list[KeptEngine], children: list[ChildProcess]) -> None:
 def _supervise(
     engines: list[KeptEngine], trainer: ChildProcess, scheduler: ChildProcess, stop: StopOnSignal
 ) -> None:
-    """Wait until trainer and scheduler are through; the scheduler shows the progress. Raises: as `_check`."""
+    """Wait until trainer and scheduler are through; the scheduler shows the progress. Raises: as `_check`.
+
+    A run that shall stop needs no engines: who sent SIGTERM to all processes of a job has ended them already.
+    """
     while trainer.exit_code is None or scheduler.exit_code is None:
         stop.check()
-        _check(engines, [scheduler, trainer])
+        _check([] if stop.is_wanted else engines, [scheduler, trainer])
         time.sleep(0.2)
     _check([], [scheduler, trainer])
 

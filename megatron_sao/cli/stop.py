@@ -52,6 +52,11 @@ class StopOnSignal:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Somebody, on whatever host, wants the run to stop."""
+        return reason_to_stop(self._run_folder) is not None
+
     def check(self) -> None:
         """Raises: SaoError when the run was asked to stop and still goes on after `grace_s`."""
         if self._deadline is not None and time.monotonic() > self._deadline:

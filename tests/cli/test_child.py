@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -177,6 +179,19 @@ class Engine(Ended):
             raise EngineError(failure.message)
 
 
+class EndsWell(Ended):
+    """It still runs when it is looked at for the first time."""
+
+    def __init__(self):
+        super().__init__(None)
+        self._seen = False
+
+    @property
+    def exit_code(self) -> int | None:
+        self._seen, seen = True, self._seen
+        return 0 if seen else None
+
+
 LOST = Failure(ProtocolError.exit_code, "the scheduler went away")
 NO_ANSWER = Failure(EngineError.exit_code, "the engine does not answer")
 BAD_CONFIG = Failure(ConfigError.exit_code, "a = 1")
@@ -198,6 +213,16 @@ def test_the_cause_is_reported_not_its_consequences(monkeypatch, engine, schedul
     with pytest.raises(SaoError, match=f"^{message}$") as caught:
         local._check([engine], [scheduler, trainer])
     assert caught.value.exit_code == exit_code
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_engines_are_not_missed_once_the_run_shall_stop(monkeypatch, is_wanted):
+    """SIGTERM to every process of a job ends the engines at once, the trainer only after it has saved."""
+    monkeypatch.setattr(local, "CAUSE_WAIT_S", 0.1)
+    stop = SimpleNamespace(is_wanted=is_wanted, check=lambda: None)
+    engine = Engine(Failure(EngineError.exit_code, "killed by SIGTERM"))
+    with nullcontext() if is_wanted else pytest.raises(EngineError, match="killed by SIGTERM"):
+        local._supervise([engine], EndsWell(), EndsWell(), stop)
 
 
 def test_nothing_is_reported_while_all_is_well():
