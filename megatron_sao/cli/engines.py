@@ -23,7 +23,7 @@ from megatron_sao.cli.options import parse_options, run_command
 from megatron_sao.cli.run_folder import read_start, register_engine
 from megatron_sao.cli.slurm import gpus_on_node
 from megatron_sao.cli.stop import StopOnSignal
-from megatron_sao.config import Config, describe
+from megatron_sao.config import Config, check_num_nodes, describe
 from megatron_sao.config.devices import engine_devices, visible_devices
 from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.engine_process import EngineProcess, is_cpu_build
@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> None:
     options = parse_options(argv, about=_ABOUT, values=PLACE_VALUES)
     run_folder, config = prepared_run(options, "engines")
     place = host_place(options.values, config.parallel.interface)
+    check_num_nodes(config, "rollout", place.num_hosts)
     numbers = engines_of_host(config.engine.count, place.num_hosts, place.number)
     devices = devices_of_engines(os.environ, len(numbers), config.engine.tensor_parallel, is_cpu_build())
     if "dry-run" in options.switches:

@@ -20,7 +20,7 @@ from megatron_sao.cli.network import PLACE_VALUES, HostPlace, host_place
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.cli.stop import StopOnSignal
 from megatron_sao.cli.trainer_process import start_trainer
-from megatron_sao.config import Config, describe, load_config
+from megatron_sao.config import Config, check_num_nodes, describe, load_config
 from megatron_sao.errors import ConfigError, SaoError
 
 CONNECT_TIMEOUT_S = 5.0  # of one attempt to reach host 0
@@ -100,6 +100,7 @@ def _start_scheduler(options: Options, config: Config, run_folder: Path) -> Chil
 def trainer_host(values: dict[str, str], config: Config) -> HostPlace:
     """This host's place in the trainer. Raises: ConfigError."""
     place, ranks = host_place(values, config.parallel.interface), config.parallel.world_size
+    check_num_nodes(config, "trainer", place.num_hosts)
     if ranks % place.num_hosts:
         raise ConfigError(
             f"--nodes {place.num_hosts} does not divide parallel.tp * pp * cp * dp = {ranks}, the trainer's ranks"

@@ -4,6 +4,7 @@ from megatron_sao.config.check import (
     check_device,
     check_is_built,
     check_nodes,
+    check_num_nodes,
     check_one_machine,
     check_world_size,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "check_is_built",
     "check_model_fits",
     "check_nodes",
+    "check_num_nodes",
     "check_one_machine",
     "check_world_size",
     "checkpoint_bytes",

@@ -7,7 +7,7 @@ model_fit.py.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from megatron_sao.config.algo import Algo
 from megatron_sao.config.arms import ARMS
@@ -55,6 +55,16 @@ def check_nodes(cfg: Config, ranks_on_node: int) -> None:
         raise ConfigError(
             f"placement.trainer_gpus_per_node = {said}, but this node was started with {ranks_on_node} trainer ranks;"
             f" start {said} or change [placement]"
+        )
+
+
+def check_num_nodes(cfg: Config, role: Literal["trainer", "rollout"], num_nodes: int) -> None:
+    """Raises ConfigError unless a role was started on as many nodes as [placement] says, if it says so."""
+    key = f"{role}_nodes"
+    said = getattr(cfg.placement, key)
+    if said and said != num_nodes:
+        raise ConfigError(
+            f"placement.{key} = {said}, but --nodes {num_nodes}; start it on {said} nodes or change [placement]"
         )
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sao.errors import ConfigError
+
 CLONE = Path(__file__).parents[2]
 _SOURCES = {path.stem: path.read_text() for path in (CLONE / "megatron_sao" / "cli").glob("*.py")}
 ALL = sorted(name for name, text in _SOURCES.items() if "run_command(main)" in text and "parse_options(" in text)
@@ -41,6 +43,17 @@ def test_a_dry_node_says_which_host_it_would_be(tmp_path, capsys):
     main(["trainer", str(tmp_path), *place, "--dry-run"])
     assert "would be host 1 of 2, at 127.0.0.1 (lo)" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+@pytest.mark.parametrize("command, key", [(["node", "trainer"], "trainer_nodes"), (["engines"], "rollout_nodes")])
+def test_other_nodes_than_the_placement_says_are_refused(command, key, tmp_path):
+    (tmp_path / "config.toml").write_text(
+        "[parallel]\ndp = 2\n[engine]\ncount = 2\n[placement]\ntrainer_nodes = 2\ntrainer_gpus_per_node = 1\n"
+        "rollout_nodes = 2\nrollout_gpus_per_node = 1\n"
+    )
+    module, *role = command
+    with pytest.raises(ConfigError, match=f"placement.{key} = 2, but --nodes 1; start it on 2 nodes or change"):
+        importlib.import_module(f"megatron_sao.cli.{module}").main([*role, str(tmp_path), "--dry-run"])
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
