@@ -12,7 +12,7 @@ from megatron_sao.errors import ConfigError
 PLACE_VALUES = {
     "nodes": "hosts that do the same (default 1)",
     "node-rank": "number of this host among them, from 0",
-    "rendezvous": "HOST:PORT where the trainer's hosts meet: its host 0 as the others reach it, and any free port there",
+    "rendezvous": "HOST:PORT where the trainer's hosts meet: host 0 as the others reach it, and any free port there",
 }
 
 
@@ -61,7 +61,7 @@ def resolve(host: str) -> str:
     try:
         return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise ConfigError(f"the host name {host!r} cannot be resolved here: {error}; an address works as well") from error
+        raise ConfigError(f"the host name {host!r} cannot be resolved here: {error}; an address will do") from error
 
 
 def own_address(towards: str) -> str:
@@ -74,7 +74,7 @@ def own_address(towards: str) -> str:
         try:
             probe.connect((towards, 9))
         except OSError as error:
-            raise ConfigError(f"this host ({socket.gethostname()}) has no route to {towards}: {error.strerror}") from error
+            raise ConfigError(f"host {socket.gethostname()} has no route to {towards}: {error.strerror}") from error
         return probe.getsockname()[0]
 
 

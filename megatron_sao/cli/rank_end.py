@@ -66,9 +66,9 @@ class RankEnd:
             return error
         time.sleep(self._config.lost_after_s + REPEAT_AFTER_S + 1.0)
         return ProtocolError(
-            f"ranks of the trainer could not exchange tensors ({str(error).splitlines()[0]}), though rank 0 and the hosts"
-            f" of all ranks can reach each other: a rank hangs, needs more than parallel.timeout_s ="
-            f" {self._config.timeout_s:g} s for its part, or the way between two other hosts is cut"
+            f"ranks of the trainer could not exchange tensors ({str(error).splitlines()[0]}), though rank 0 reaches the"
+            f" hosts of all: a rank hangs or needs more than parallel.timeout_s = {self._config.timeout_s:g} s for its"
+            " part, or the way between two other hosts is cut"
         )
 
 

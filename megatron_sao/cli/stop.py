@@ -71,7 +71,7 @@ class StopOnSignal:
         self._deadline = time.monotonic() + self._grace_s
         name = signal.Signals(number).name
         ask_to_stop(self._run_folder, f"{name} to a supervisor on {socket.gethostname()}")
-        self._say(f"{name}: the run finishes its step, saves and ends, within {self._grace_s:.0f} s; once more: at once")
+        self._say(f"{name}: the run finishes its step, saves and ends within {self._grace_s:.0f} s; once more: at once")
 
 
 def stop_on_sigterm(run_folder: Path) -> None:

@@ -81,8 +81,8 @@ class PeerWatch:
                 except TimeoutError:
                     missing = ", ".join(str(rank) for rank in range(1, self._size) if rank not in self._peers)
                     raise ProtocolError(
-                        f"rank {missing} of the trainer has not come within parallel.join_timeout_s = {timeout_s:.0f} s;"
-                        " its log says why"
+                        f"rank {missing} of the trainer has not come within parallel.join_timeout_s ="
+                        f" {timeout_s:.0f} s; its log says why"
                     ) from None
 
     def _greet_rank_0(self, timeout_s: float) -> None:

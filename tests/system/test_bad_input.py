@@ -1,6 +1,6 @@
 """Faults of the user and of the machine: one clear message, a bad exit code, soon, nothing half-written, nothing left.
 
-What can be seen before anything starts is seen within seconds; the rest kills real processes in the middle of a run.
+What can be seen before anything starts is seen within seconds; what dies in the middle of a run is in `test_resume.py`.
 """
 
 import json
@@ -12,18 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_sao.cli.run_folder import RunStart, write_start
-from megatron_sao.observe.metrics import read_metrics
-from megatron_sao.observe.trajectories import read_trajectories
 from tests.support.local_run import (
     CLONE,
     ENGINE,
-    ENGINE_CORE,
-    SCHEDULER,
     SMALL_RUN,
     TORCHRUN,
     TRAINER_RANK,
@@ -65,14 +60,6 @@ def check_end(run: MarkedCommand, *words: str, exit_code: int, since_s: float | 
         assert word in messages[0], run.output
     assert seconds <= END_WITHIN_S
     return messages[0]
-
-
-def interrupt(run: LocalRun, number: signal.Signals) -> float:
-    """Ask it to stop, and once it has heard insist. -> when"""
-    run.send(number)
-    run.wait_for(f"[local] {number.name}: the run finishes its step", timeout_s=10)
-    run.send(number)
-    return time.monotonic()
 
 
 def check_interrupted(run: LocalRun, since_s: float) -> None:
@@ -310,10 +297,13 @@ def test_prompts_that_leave_no_room_for_an_answer(start, tiny_folder, tmp_path):
     check_end(run, *words, exit_code=3)
 
 
-def test_sigterm_twice_while_everything_starts(start, tiny_folder):
+def test_ctrl_c_twice_while_everything_starts(start, tiny_folder):
     run = start(*no_warm_start(tiny_folder))
     wait_until_started(run)
-    check_interrupted(run, interrupt(run, signal.SIGTERM))
+    for _ in range(2):  # the first asks, the second insists
+        run.send(signal.SIGINT)
+        run.wait_for("[local] SIGINT: the run finishes its step", timeout_s=10)
+    check_interrupted(run, time.monotonic())
 
 
 def test_a_launcher_that_is_killed_takes_everything_along(start, tiny_folder):
@@ -324,68 +314,3 @@ def test_a_launcher_that_is_killed_takes_everything_along(start, tiny_folder):
     while run.processes() and time.monotonic() < killed_s + END_WITHIN_S:
         time.sleep(0.1)
     assert run.processes() == []
-
-
-# ---- in the middle of a run ------------------------------------------------------------------------------------
-
-
-def start_until_training(start, tiny_folder: Path) -> LocalRun:
-    """A run that has pushed weights twice and would go on for long."""
-    run = start(*no_warm_start(tiny_folder), "--run.steps", "1000", "--task.num_eval_prompts", "4",
-                "--value.pretrain_trajectories", "0", "--value.warmup_steps", "0",
-                "--engine.restarts", "0")  # fmt: skip
-    run.wait_for("\ntrain 2/1000", timeout_s=240)
-    return run
-
-
-def check_nothing_half_written(run: LocalRun) -> None:
-    """Whatever stands in the run folder is whole, and nothing looks like the result of a finished run."""
-    assert not (run.folder / "export").exists()
-    assert not (run.folder / "result.json").exists()
-    assert [path for path in run.folder.rglob("*") if ".partial" in path.name or path.name.startswith(".")] == []
-    assert len(read_metrics(run.folder / "metrics.jsonl")) >= 3
-    for path in (run.folder / "trajectories").iterdir():
-        assert read_trajectories(path)
-    for path in run.folder.rglob("*.json"):
-        json.loads(path.read_text())
-
-
-def engine_core(run: LocalRun) -> psutil.Process:
-    """The process that holds the engine's model: the one that a lack of memory kills."""
-    (process,) = [process for process in run.processes() if process.name() == ENGINE_CORE]
-    return process
-
-
-def trainer_rank_1(run: LocalRun) -> psutil.Process:
-    (process,) = [process for process in run.processes(TRAINER_RANK) if process.environ()["RANK"] == "1"]
-    return process
-
-
-def scheduler(run: LocalRun) -> psutil.Process:
-    (process,) = run.processes(SCHEDULER)
-    return process
-
-
-@pytest.mark.parametrize(
-    ("victim", "words", "exit_code"),
-    [
-        (engine_core, ["VLLM::EngineCore", "of the engine at http://127.0.0.1:", "has ended"], 6),
-        (trainer_rank_1, ["rank 1 of the trainer was killed by SIGKILL"], 1),
-        (scheduler, ["the scheduler was killed by SIGKILL"], 1),
-    ],
-)
-def test_a_process_that_is_killed(start, tiny_folder, victim, words, exit_code):
-    run = start_until_training(start, tiny_folder)
-    victim(run).kill()
-    check_end(run, *words, exit_code=exit_code, since_s=time.monotonic())
-    check_nothing_half_written(run)
-    if victim != scheduler:
-        summary = json.loads((run.folder / "scheduler_summary.json").read_text())
-        assert summary["issued"] == summary["trained"] + summary["dropped"] + summary["in_flight"]
-        assert summary["outcome"] != "finished"
-
-
-def test_ctrl_c_twice_in_the_middle(start, tiny_folder):
-    run = start_until_training(start, tiny_folder)
-    check_interrupted(run, interrupt(run, signal.SIGINT))
-    check_nothing_half_written(run)
