@@ -6,8 +6,11 @@ The processes check the same again, each for itself: they may also be started wi
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
+from megatron_sao.cli.files import ADDRESS_FILE, STOP_FILE
+from megatron_sao.cli.network import split_endpoint
 from megatron_sao.config import Config, check_is_built, check_model_fits
 from megatron_sao.convert.expected import check_tensors
 from megatron_sao.convert.family import check_engine_reads_alike, check_stage_starts, read_shape
@@ -15,6 +18,8 @@ from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.environment import make_environment
 from megatron_sao.rollout.prompts import PromptSource, read_prompt_file
 from megatron_sao.transport.hf_shapes import check_model_folder
+
+ENDS_WITHIN_S = 10.0  # the processes of an attempt that was just killed
 
 
 def check_before_start(config: Config) -> None:
@@ -26,6 +31,32 @@ def check_before_start(config: Config) -> None:
     _check_tasks(config)
     check_ports(config)
     check_run_folder(Path(config.run.folder))
+
+
+def check_not_running(run_folder: Path) -> None:
+    """No scheduler of an earlier attempt still serves the run in this folder. Raises: ConfigError."""
+    try:
+        address = json.loads((run_folder / ADDRESS_FILE).read_text(encoding="utf-8"))["address"]
+        endpoint = split_endpoint(address.removeprefix("tcp://"), ADDRESS_FILE)
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        return
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while _is_zeromq(endpoint):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"the run in {run_folder} goes on: its scheduler answers at {address}; end it first (the file"
+                f" {run_folder / STOP_FILE} makes it save and end), or choose another run.name"
+            )
+        time.sleep(0.2)
+
+
+def _is_zeromq(endpoint: tuple[str, int]) -> bool:
+    """Whether such a socket listens there, as a scheduler's. Another program that has the port now begins otherwise."""
+    try:
+        with socket.create_connection(endpoint, timeout=2.0) as connection:
+            return connection.recv(1) == b"\xff"
+    except OSError:
+        return False
 
 
 def check_model(config: Config, folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_sao.checkpoints import newest
 from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
-from megatron_sao.cli.preflight import check_before_start, check_model
+from megatron_sao.cli.preflight import check_before_start, check_model, check_not_running
 from megatron_sao.cli.run_folder import RunStart, clear_attempt, make_run_folder, write_start
 from megatron_sao.config import Config, changes_since, describe, to_toml
 from megatron_sao.errors import ConfigError
@@ -49,6 +49,7 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
     for change in changes_since(checkpoint, config) if checkpoint else ():
         say(f"changed since {checkpoint.name}: {change}")
     check_before_start(config)
+    check_not_running(folder)
     model_folder = _model_folder(config)
     check_model(config, model_folder)
     if checkpoint:

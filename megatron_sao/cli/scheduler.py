@@ -76,6 +76,11 @@ def main(argv: Sequence[str]) -> None:
             f"{run_folder} already holds a run ({LEDGER_FILE}); go on from its checkpoint (--resume), choose another"
             " run.name, or remove the folder"
         )
+    if found := [name for name in (ADDRESS_FILE, SUMMARY_FILE) if (run_folder / name).exists()]:
+        raise ConfigError(
+            f"{run_folder} has had its scheduler since it was prepared ({found[0]}); to go on from its newest checkpoint,"
+            " prepare it again: `python -m megatron_sao.cli.prepare CONFIG --resume`"
+        )
     urls = [url for url in options.values.get("engines", "").split(",") if url]
     try:
         asyncio.run(_run(config, run_folder, start, urls, options.values.get("host", "127.0.0.1")))

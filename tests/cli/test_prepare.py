@@ -1,12 +1,15 @@
 """What is made ready before the processes of a run start, and how a run is resumed."""
 
 import json
+import socket
+import threading
 from pathlib import Path
 
 import pytest
+import zmq
 
 from megatron_sao.checkpoints import CONFIG_FILE, MANIFEST_FILE
-from megatron_sao.cli import files
+from megatron_sao.cli import files, preflight
 from megatron_sao.cli.options import parse_options
 from megatron_sao.cli.prepare import SWITCHES, prepare
 from megatron_sao.cli.run_folder import read_start
@@ -66,6 +69,25 @@ def test_a_resumed_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(at
     assert (folder / files.LEDGER_FILE).read_text() == "book"
     assert not (folder / files.STOP_FILE).exists()
     assert "step-000040" in said[-1]
+
+
+@pytest.mark.parametrize("switches", [(), ("--resume",)])
+def test_a_run_that_goes_on_is_left_alone(attempt, monkeypatch, switches):
+    monkeypatch.setattr(preflight, "ENDS_WITHIN_S", 0.1)
+    folder, _ = attempt()
+    add_checkpoint(folder, 20)
+    address = folder / files.ADDRESS_FILE
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as scheduler:
+        port = scheduler.bind_to_random_port("tcp://127.0.0.1")
+        address.write_text(json.dumps({"address": f"tcp://127.0.0.1:{port}"}))
+        with pytest.raises(ConfigError, match="goes on: its scheduler answers at tcp://127.0.0.1"):
+            attempt(*switches)
+        assert address.exists() and not folder.with_name("mine.1").exists()
+    with socket.create_server(("127.0.0.1", port)) as other:  # has the port of the scheduler that has ended
+        other.settimeout(30)
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0"), daemon=True).start()
+        attempt(*switches)
+    assert not address.exists()
 
 
 @pytest.mark.parametrize("exists", [False, True])

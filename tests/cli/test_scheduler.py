@@ -382,3 +382,11 @@ def test_a_folder_that_holds_a_run_is_not_touched(run_folder, model):
     (run_folder / "ledger.sqlite").write_bytes(b"an earlier run")
     refused(run_folder, ConfigError, "already holds a run", arguments(run_folder, model, "http://127.0.0.1:9"))
     assert (run_folder / "ledger.sqlite").read_bytes() == b"an earlier run"
+
+
+@pytest.mark.parametrize("left", ["scheduler.json", "scheduler_summary.json"])
+def test_a_folder_that_has_had_its_scheduler_has_to_be_prepared_again(run_folder, model, left):
+    """Started once more as it is, a run would go back to the checkpoint that `run.json` names, and later ones be lost."""
+    write_start(run_folder, RunStart(model, run_folder / "checkpoints" / "step-000020"))
+    (run_folder / left).write_text("{}")
+    refused(run_folder, ConfigError, f"{left}.*prepare CONFIG --resume", ["--run-folder", str(run_folder), *SETTINGS])
