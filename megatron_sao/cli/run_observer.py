@@ -10,7 +10,7 @@ from megatron_sao.config import Config, derived_numbers
 from megatron_sao.observe.metrics import METRICS_FILE, MetricsSink, read_metrics
 from megatron_sao.observe.progress import Progress
 from megatron_sao.observe.report import write_report
-from megatron_sao.observe.trajectories import trajectories_path, write_trajectories
+from megatron_sao.observe.trajectories import remove_trajectories_after, trajectories_path, write_trajectories
 from megatron_sao.records import PRETRAIN, TRAIN, WARMUP, EvalResult, StepReport, Trajectory
 from megatron_sao.rollout.chat import Chat
 
@@ -31,6 +31,9 @@ class RunObserver:
         self._config = config
         self._run_folder = run_folder
         self._sink = MetricsSink(run_folder, go_on_from["metrics"] if go_on_from else None)
+        self._last_files: dict[str, int] = dict(go_on_from["trajectories"]) if go_on_from else {}  # step by phase
+        if go_on_from:
+            remove_trajectories_after(run_folder, self._last_files)
         self._decode = lambda ids: chat.tokenizer.decode(ids, skip_special_tokens=False)
         self._progress = Progress()
         self._progress.__enter__()
@@ -73,7 +76,7 @@ class RunObserver:
 
     def position(self) -> dict[str, Any]:
         """What a resumed run needs, to go on writing from here."""
-        return {"metrics": self._sink.position()}
+        return {"metrics": self._sink.position(), "trajectories": dict(self._last_files)}
 
     def close(self) -> None:
         """Effect: files are complete and the picture is drawn; a fault of the picture is only logged."""
@@ -88,3 +91,4 @@ class RunObserver:
     def _write_trajectories(self, trajectories: Sequence[Trajectory], phase: str, step: int) -> None:
         path = trajectories_path(self._run_folder, phase, step)
         write_trajectories(path, trajectories, phase=phase, step=step, decode=self._decode)
+        self._last_files[phase] = step

@@ -4,10 +4,10 @@
                                          [--resume runs/local/checkpoints/step-000040]
 
 A prepared run folder (`cli/prepare.py`) says which model and which checkpoint it is, and engines that are not named
-here register there. They may still be starting. The trainer finds the scheduler through `scheduler.json` in the run folder. The file
-`stop` there, or SIGTERM, makes the run save and end before its end. The process exits 0 only after the trainer said
-that it finished or has saved, or is not missed because a stop is wanted; `scheduler_summary.json` says what became of
-every prompt, however the run ended.
+here register there. They may still be starting. The trainer finds the scheduler through `scheduler.json` in the run
+folder. The file `stop` there, or SIGTERM, makes the run save and end before its end. The process exits 0 only after the
+trainer said that it finished or has saved, or is not missed because a stop is wanted; `scheduler_summary.json` says what
+became of every prompt, however the run ended.
 """
 
 import asyncio
@@ -78,8 +78,8 @@ def main(argv: Sequence[str]) -> None:
         )
     if found := [name for name in (ADDRESS_FILE, SUMMARY_FILE) if (run_folder / name).exists()]:
         raise ConfigError(
-            f"{run_folder} has had its scheduler since it was prepared ({found[0]}); to go on from its newest checkpoint,"
-            " prepare it again: `python -m megatron_sao.cli.prepare CONFIG --resume`"
+            f"{run_folder} has had its scheduler since it was prepared ({found[0]}); to go on from its newest"
+            " checkpoint, prepare it again: `python -m megatron_sao.cli.prepare CONFIG --resume`"
         )
     urls = [url for url in options.values.get("engines", "").split(",") if url]
     try:

@@ -6,7 +6,7 @@ and may hold escapes (a lone surrogate becomes \\udXXX), so it is never tokenise
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +79,14 @@ def write_trajectories(
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_trajectories_after(run_folder: Path | str, last_steps: Mapping[str, int]) -> None:
+    """Effect: of the files of each phase those stay that are of its last step, given here, or of one before it."""
+    for path in (Path(run_folder) / TRAJECTORIES_FOLDER).glob("*-*.parquet"):
+        phase, _, step = path.stem.rpartition("-")
+        if step.isdecimal() and int(step) > last_steps.get(phase, -1):
+            path.unlink()
 
 
 def read_trajectories(path: Path | str) -> list[Trajectory]:

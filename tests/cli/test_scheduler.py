@@ -344,12 +344,15 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     before = read_metrics(run_folder / "metrics.jsonl")
     assert [(line["phase"], line["step"]) for line in before] == [("eval", 0), ("train", 0), ("train", 1)]
     clear_attempt(run_folder)
+    later = run_folder / "trajectories" / "train-000007.parquet"  # of a step that the rest of the run does not reach
+    later.touch()
     with running_engine() as engine:
         given = arguments(run_folder, model, engine.url, "--resume", str(run_folder / "checkpoints" / "step-000001"))
         run_with_trainer(goes_on, given, run_folder)
     after = read_metrics(run_folder / "metrics.jsonl")
     assert [(line["phase"], line["step"]) for line in after] == [("eval", 0), *(("train", step) for step in range(3))]
     assert after[:2] == before[:2] and after[2] != before[2]
+    assert not later.exists()
     summary = summary_of(run_folder)
     assert (summary["outcome"], summary["trained"], summary["policy_version"]) == ("finished", 12, 3)
     rows = list(states(run_folder / "ledger.sqlite"))

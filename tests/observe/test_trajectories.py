@@ -4,7 +4,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_sao.observe.trajectories import printable, read_trajectories, trajectories_path, write_trajectories
+from megatron_sao.observe.trajectories import (
+    printable,
+    read_trajectories,
+    remove_trajectories_after,
+    trajectories_path,
+    write_trajectories,
+)
 from megatron_sao.records import Prompt
 from tests.schedule.support import make_trajectory
 
@@ -26,6 +32,17 @@ def test_arrays_and_fields_come_back_unchanged(tmp_path):
             assert getattr(one, name).dtype == getattr(other, name).dtype
             assert np.array_equal(getattr(one, name), getattr(other, name))
     assert [path.name for path in path.parent.iterdir()] == ["train-000012.parquet"]
+
+
+def test_what_was_written_after_a_checkpoint_goes_when_a_run_goes_back_to_it(tmp_path):
+    for phase, step in (("train", 39), ("train", 40), ("train", 41), ("eval-step-40", 38), ("eval-step-50", 48)):
+        write_trajectories(trajectories_path(tmp_path, phase, step), [], phase=phase, step=step, decode=str)
+    mine = tmp_path / "trajectories" / "best-ones.parquet"
+    mine.touch()
+    remove_trajectories_after(tmp_path, {"train": 40, "eval-step-40": 38})
+    left = sorted(path.name for path in mine.parent.iterdir())
+    assert left == [mine.name, "eval-step-40-000038.parquet", "train-000039.parquet", "train-000040.parquet"]
+    remove_trajectories_after(tmp_path / "without", {})
 
 
 @pytest.mark.parametrize("text", ["a\ud83d b", "nul\0byte", "😀 four bytes", "line\u2028separator", "\udfff", ""])
