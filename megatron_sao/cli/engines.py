@@ -112,3 +112,7 @@ def keep(engines: list[KeptEngine], run_folder: Path, stop: StopOnSignal) -> Non
             for engine in engines:
                 engine.check()
         time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_sao.cli.files import ADDRESS_FILE, CHECKPOINTS_FOLDER, EXPORT_FOLDER, RESULT_FILE
+from megatron_sao.cli.files import ADDRESS_FILE, CHECKPOINTS_FOLDER, EXPORT_FOLDER, RESULT_FILE, SUMMARY_FILE
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
 from megatron_sao.cli.preflight import check_model
 from megatron_sao.cli.rank_end import RankEnd
@@ -26,7 +26,7 @@ from megatron_sao.cli.trainer_process import rank_log
 from megatron_sao.config import Config, check_is_built, check_nodes, check_world_size, describe
 from megatron_sao.errors import ConfigError, ProtocolError
 
-SCHEDULER_WAIT_S = 300.0
+SCHEDULER_START_S = 120.0  # that the scheduler takes itself, beside the engines' start, on a busy machine
 
 _ABOUT = "One rank of the trainer; torchrun starts all of them."
 _VALUES = {
@@ -100,7 +100,7 @@ def run_trainer(config: Config, run_folder: Path, start: RunStart, host: str) ->
     if world.is_first:
         print(f"value model, parameter groups of rank 0:\n{trainer.manifest}", flush=True)
     longest_wait_s = max(config.schedule.batch_timeout_s + 60, longest_push_answer_s(config))
-    link = SchedulerLink(_scheduler_address(run_folder), longest_wait_s)
+    link = SchedulerLink(_scheduler_address(run_folder, config.engine.start_timeout_s), longest_wait_s)
     names, left_out = (
         listed(folder, trainer.shape, with_mtp=trainer.exporter.has_mtp) for listed in (policy_shapes, left_out_names)
     )
@@ -117,12 +117,16 @@ def run_trainer(config: Config, run_folder: Path, start: RunStart, host: str) ->
     stop_world()
 
 
-def _scheduler_address(run_folder: Path) -> str:
-    deadline = time.monotonic() + SCHEDULER_WAIT_S
+def _scheduler_address(run_folder: Path, engine_start_s: float) -> str:
+    """Waits for the scheduler, which itself waits for its engines. Raises: ProtocolError when it is not there."""
+    wait_s = engine_start_s + SCHEDULER_START_S
+    deadline = time.monotonic() + wait_s
     path = run_folder / ADDRESS_FILE
     while not path.exists():
+        if (run_folder / SUMMARY_FILE).exists():
+            raise ProtocolError("the scheduler ended before it was ready; see its log")
         if time.monotonic() > deadline:
-            raise ProtocolError(f"no scheduler wrote {path} within {SCHEDULER_WAIT_S:.0f} s; see its log")
+            raise ProtocolError(f"no scheduler wrote {path} within {wait_s:.0f} s; see its log")
         time.sleep(0.1)
     return json.loads(path.read_text())["address"]
 
