@@ -130,7 +130,7 @@ def report_end(run_folder: Path, seconds: float) -> int:
     """Print where things are and the last line. Returns: the exit code."""
     if not (run_folder / RESULT_FILE).exists():  # the trainer writes it when it is through
         checkpoint = newest(run_folder / CHECKPOINTS_FOLDER)
-        say("the same command with --resume goes on")
+        say("the same command with --resume goes on" if checkpoint else "nothing is saved: no step was begun")
         print(f"STOPPED checkpoint={checkpoint} seconds={seconds:.0f}", flush=True)
         return STOPPED_EXIT_CODE
     result = json.loads((run_folder / RESULT_FILE).read_text())

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 STOP_POLL_S = 0.5
 # Where SLURM signals every process of a step, this one hears it at once and again from the guard above it.
 SAME_SIGNAL_S = 2.0
+TRAINER_START_S = 900.0  # from the start of the scheduler to Hello, beside the time that reading a checkpoint may take
 EVAL_SEED = 0  # held-out prompts are the same for every run.seed, so that runs can be compared
 
 _ABOUT = "Serve one trainer: prompts, rollouts on running engines, freshness, and the moment of each weight push."
@@ -132,7 +133,7 @@ async def _run(config: Config, run_folder: Path, start: RunStart, engine_urls: l
             eval_prompts=eval_prompts,
             run_episode=lambda prompt: run_episode(prompt, environment, engines.pool, chat, episode),
             ledger=ledger,
-            settings=_settings(config),
+            settings=_settings(config, is_resumed=saved is not None),
             observer=observer,
             stop=stop,
             saved=saved,
@@ -255,8 +256,9 @@ def _prompts(config: Config, environment: Environment, tasks: list[Task] | None)
     return train, held_out.all()
 
 
-def _settings(config: Config) -> ScheduleSettings:
+def _settings(config: Config, *, is_resumed: bool) -> ScheduleSettings:
     return ScheduleSettings(
+        trainer_start_timeout_s=TRAINER_START_S + (config.checkpoint.timeout_s if is_resumed else 0.0),
         batch_trajectories=config.schedule.batch_trajectories,
         max_staleness=config.schedule.max_staleness,
         max_in_flight=derived_numbers(config)["max_in_flight"],

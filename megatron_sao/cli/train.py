@@ -25,6 +25,7 @@ from megatron_sao.cli.stop import stop_on_sigterm
 from megatron_sao.cli.trainer_process import rank_log
 from megatron_sao.config import Config, check_is_built, check_nodes, check_world_size, describe
 from megatron_sao.errors import ConfigError, ProtocolError
+from megatron_sao.records import STOPPED
 
 SCHEDULER_START_S = 120.0  # that the scheduler takes itself, beside the engines' start, on a busy machine
 
@@ -84,6 +85,7 @@ def run_trainer(config: Config, run_folder: Path, start: RunStart, host: str) ->
 
     from megatron_sao.models.hf_folder import HFFolder
     from megatron_sao.models.weights import left_out_names, policy_shapes
+    from megatron_sao.parallel.exchange import broadcast_object
     from megatron_sao.parallel.init import start_world, stop_world
     from megatron_sao.train.link import SchedulerLink
     from megatron_sao.train.loop import run
@@ -110,7 +112,11 @@ def run_trainer(config: Config, run_folder: Path, start: RunStart, host: str) ->
     )
     checkpoints = Checkpoints(trainer, link, run_folder / CHECKPOINTS_FOLDER)
     progress = checkpoints.restore(start.resume) if start.resume else Progress.at_start(config)
-    result = run(trainer, link, pusher, checkpoints, progress, run_folder / EXPORT_FOLDER)
+    if broadcast_object(_was_stopped(run_folder)):
+        result = None
+        print("the run was told to stop before this trainer was ready: nothing to save", flush=True)
+    else:
+        result = run(trainer, link, pusher, checkpoints, progress, run_folder / EXPORT_FOLDER)
     if world.is_first and result is not None:
         (run_folder / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
     link.close()
@@ -129,6 +135,14 @@ def _scheduler_address(run_folder: Path, engine_start_s: float) -> str:
             raise ProtocolError(f"no scheduler wrote {path} within {wait_s:.0f} s; see its log")
         time.sleep(0.1)
     return json.loads(path.read_text())["address"]
+
+
+def _was_stopped(run_folder: Path) -> bool:
+    """The scheduler has ended because the run was told to stop."""
+    try:
+        return json.loads((run_folder / SUMMARY_FILE).read_text())["outcome"] == STOPPED
+    except FileNotFoundError:
+        return False
 
 
 if __name__ == "__main__":

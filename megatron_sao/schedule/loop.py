@@ -85,7 +85,7 @@ class ScheduleSettings:
     push_timeout_s: float  # for each part of a push, and for joining the weight group
     push_backend: str  # "gloo" | "nccl"
     push_attempts: int = 3  # weight groups that one push may need
-    trainer_start_timeout_s: float = 900.0  # from the start of the scheduler to Hello
+    trainer_start_timeout_s: float  # from the start of the scheduler to Hello
     linger_s: float = 15.0  # when the run ends early: how long a trainer that has not asked may still do so, to be told
 
 
