@@ -45,6 +45,11 @@ class ChildProcess:
             )
 
     @property
+    def pid(self) -> int:
+        """Of its guard, whose only child it is."""
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._process.poll()
