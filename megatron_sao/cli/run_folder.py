@@ -2,7 +2,8 @@
 
 Owns `run.json`. Invariants: a new run finds an empty folder, an earlier run of its name is moved aside, nothing is
 overwritten; a continued one finds no trace of the attempt before that its processes could mistake for their own (an
-address, a result, a wish to stop), and the logs of that attempt under `logs.1`, `logs.2` and so on.
+address, a result, a wish to stop, an older checkpoint to go on from), and the logs of that attempt under `logs.1`,
+`logs.2` and so on.
 """
 
 import json
@@ -82,7 +83,7 @@ def make_run_folder(path: Path) -> Path | None:
 
 def clear_attempt(folder: Path) -> None:
     """Effect: the attempt before has left nothing behind that the next one could take for its own."""
-    for name in (ADDRESS_FILE, STOP_FILE, SUMMARY_FILE, RESULT_FILE):
+    for name in (RUN_FILE, ADDRESS_FILE, STOP_FILE, SUMMARY_FILE, RESULT_FILE):
         (folder / name).unlink(missing_ok=True)
     for file in (folder / ENGINES_FOLDER).glob("*"):
         file.unlink()

@@ -33,8 +33,9 @@ def test_a_folder_that_nobody_prepared_says_what_would(tmp_path, content):
 
 
 def test_the_next_attempt_takes_nothing_of_the_one_before_for_its_own(tmp_path):
-    for name in (files.ADDRESS_FILE, files.STOP_FILE, files.SUMMARY_FILE, files.RESULT_FILE, files.LEDGER_FILE):
+    for name in (files.RUN_FILE, files.ADDRESS_FILE, files.STOP_FILE, files.SUMMARY_FILE, files.RESULT_FILE):
         (tmp_path / name).write_text("old")
+    (tmp_path / files.LEDGER_FILE).write_text("book")
     (tmp_path / files.ENGINES_FOLDER).mkdir()
     (tmp_path / files.ENGINES_FOLDER / "engine-0.json").write_text("old")
     for attempt in (1, 2):
