@@ -170,7 +170,7 @@ def give_name(partial: Path) -> Path:
     final = partial.with_suffix("")
     old = _set_aside(final) if final.exists() else None
     partial.rename(final)
-    _sync_folder(final.parent)
+    _sync(final.parent)
     if old:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -208,12 +208,12 @@ def _set_aside(path: Path) -> Path:
 
 def _sync_folders(top: Path) -> None:
     for folder, _, _ in os.walk(top):
-        _sync_folder(Path(folder))
+        _sync(Path(folder))
 
 
-def _sync_folder(folder: Path) -> None:
-    """Names are on disk when their folder is."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Effect: a file's bytes are on disk; a folder's names are."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -256,10 +256,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def checksum(path: Path) -> StoredFile:
-    """Size and CRC-32 of a file as it is on disk; it is on disk when this returns."""
+    """Size and CRC-32 of a file as it is now."""
     num_bytes = crc32 = 0
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         while block := file.read(_READ_BYTES):
             num_bytes += len(block)
             crc32 = zlib.crc32(block, crc32)
@@ -267,10 +266,15 @@ def checksum(path: Path) -> StoredFile:
 
 
 def checksums(folder: Path, known: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
-    """Every file below `folder` by its path there, but the manifest; those not `known` are read."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {name: known.get(name) or checksum(path) for name, path in names.items() if name != MANIFEST_FILE}
+    """Every file below `folder` by its path there; those not `known` are read, and are on disk when this returns."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(folder).as_posix()
+            if name not in known:
+                _sync(path)
+            found[name] = known.get(name) or checksum(path)
+    return found
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

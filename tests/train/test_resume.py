@@ -31,6 +31,8 @@ def assert_same_bits(results, expected):
             (tensors, counters), (expected_tensors, expected_counters) = state[role], expected_state[role]
             assert counters == expected_counters
             assert tensors.keys() == expected_tensors.keys()
+            num_updates, moments = counters[0], [t for name, t in tensors.items() if name.endswith("exp_avg_sq")]
+            assert any(bool(moment.any()) for moment in moments) == (num_updates > 0), "the moments are real ones"
             differ = [name for name in tensors if not torch.equal(tensors[name], expected_tensors[name])]
             assert differ == []
 
