@@ -188,13 +188,21 @@ def remove_superseded(folder: Path, keep: Keep, newest_step: int) -> list[Path]:
     current = [step for step in steps if step <= newest_step]
     kept = set(current[-keep.last :]) | {step for step in current if keep.every and step % keep.every == 0}
     if keep.best:
-        rates = {step: read_manifest(steps[step]).pass_rate for step in current}
+        rates = {step: _pass_rate(steps[step]) for step in current}
         rated = [(rate, step) for step, rate in rates.items() if rate is not None]
         kept |= {step for _, step in sorted(rated)[-keep.best :]}
     gone = [path for step, path in steps.items() if step not in kept]
     for path in gone:
         shutil.rmtree(_set_aside(path), ignore_errors=True)
     return gone
+
+
+def _pass_rate(checkpoint: Path) -> float | None:
+    """None also where it cannot be read: a damaged checkpoint is no reason to end a run that can save."""
+    try:
+        return read_manifest(checkpoint).pass_rate
+    except CheckpointError:
+        return None
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -168,6 +168,8 @@ def test_multiples_and_the_best_are_kept_besides(tmp_path):
         write(tmp_path, step, rate)
     assert kept(tmp_path, 60, every=30, best=2) == [20, 30, 50, 60]
     assert kept(tmp_path, 60, best=1) == [50, 60], "of equal ones the later"
+    (tmp_path / "step-000050" / "checkpoint.json").write_text("{")
+    assert kept(tmp_path, 60, best=1) == [60], "a damaged one is not the best"
 
 
 def test_later_steps_of_a_course_that_was_left_go(tmp_path):
