@@ -48,8 +48,8 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
     checkpoint = _checkpoint_to_resume(folder, options)
     for change in changes_since(checkpoint, config) if checkpoint else ():
         say(f"changed since {checkpoint.name}: {change}")
+    check_not_running(folder)  # first: a port of its own would be found in use
     check_before_start(config)
-    check_not_running(folder)
     model_folder = _model_folder(config)
     check_model(config, model_folder)
     if checkpoint:
