@@ -4,13 +4,15 @@
 
 One line a finding, each with a verdict; exit code 1 if one of them is a fault. Without a role it looks for all three.
 It ends with the bandwidth between processes: a sum over ranks and a push of dummy buckets. Started on several hosts at
-once, by torchrun or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, it measures between them, and rank 0 prints
-the lines of its own host and those in which the others differ:
+once, by srun, by torchrun, or with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set, it measures between
+them, and rank 0 prints the lines of its own host and those in which the others differ:
 
+    srun --nodes 3 --ntasks-per-node 1 python -m megatron_sao.cli.doctor CONFIG
     torchrun --nnodes 3 --nproc-per-node 1 --node-rank K --rdzv-endpoint HOST:29400 -m megatron_sao.cli.doctor CONFIG
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from rich.table import Table
 
 from megatron_sao.cli.doctor_checks import (
     CHECKS,
+    COMMAND_TIMEOUT_S,
     ENGINE,
     FAULT,
     MISSING,
@@ -40,6 +43,7 @@ from megatron_sao.cli.doctor_checks import (
 )
 from megatron_sao.cli.network import interface_of, own_address, resolve
 from megatron_sao.cli.options import DRY_RUN, hush_libraries, parse_options, run_command
+from megatron_sao.cli.slurm import srun_world
 from megatron_sao.cli.tables import MIB, Report
 from megatron_sao.config import describe
 from megatron_sao.config.devices import device_index
@@ -77,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"would look at: {', '.join(check.__name__ for check in CHECKS)}, bandwidth")
         return 0
     hush_libraries()
+    _take_place_in_step()
     host = Host(config, (role,) if role else ROLES)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return _examine_hosts(host)
@@ -172,6 +177,25 @@ def _measured(trial: "Trial", where: str) -> list[Finding]:
 
 
 # ---- several hosts ---------------------------------------------------------------------------------------------
+
+
+def _take_place_in_step() -> None:
+    """Effect: a task of srun gets the variables that torchrun would set, unless they are set."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    for name, value in srun_world(os.environ).items():
+        os.environ.setdefault(name, _node_address(value) if name == "MASTER_ADDR" else value)
+
+
+def _node_address(node: str) -> str:
+    """Where SLURM says that a node is; its name, where SLURM says nothing."""
+    command = ["scontrol", "--oneliner", "show", "node", node]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return node
+    found = re.search(r"\bNodeAddr=(\S+)", said)
+    return found[1] if found else node
 
 
 def _examine_hosts(host: Host) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from megatron_sao.cli.options import run_command
 from megatron_sao.errors import ConfigError
 
+_FIRST_PORT, _NUM_PORTS = 15000, 15000  # below those that systems hand out
 MAX_HOSTS = 2**16  # of one list: a mistyped range must not fill the memory
 
 
@@ -48,6 +49,25 @@ def gpus_on_node(env: Mapping[str, str]) -> int:
         f"SLURM_GPUS_ON_NODE and SLURM_GPUS_PER_NODE say no number of GPUs ({said}); ask for some with"
         " --gpus-per-node=N or --gpus-per-node=TYPE:N"
     )
+
+
+def srun_world(env: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would tell this task of a step that srun started: RANK and so on; {} for a step of one task.
+
+    MASTER_ADDR is the name of the first node; MASTER_PORT follows from the numbers of job and step, for nobody hands
+    one out to all tasks.
+    Raises: ConfigError for a node list that is malformed.
+    """
+    if int(env.get("SLURM_NTASKS", 1)) == 1 or "SLURM_PROCID" not in env:
+        return {}
+    step = 101 * int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_NTASKS"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
+        "MASTER_ADDR": expand_hostlist(env["SLURM_STEP_NODELIST"])[0],
+        "MASTER_PORT": str(_FIRST_PORT + step % _NUM_PORTS),
+    }
 
 
 def _expand_item(item: str, text: str) -> list[str]:

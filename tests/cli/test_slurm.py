@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_sao.cli.slurm import expand_hostlist, gpus_on_node
+from megatron_sao.cli.slurm import expand_hostlist, gpus_on_node, srun_world
 from megatron_sao.errors import ConfigError
 
 
@@ -81,3 +81,13 @@ def test_gpus_on_node(on_node, per_node, expected):
 def test_no_number_of_gpus_is_an_error(env, expected):
     with pytest.raises(ConfigError, match=expected):
         gpus_on_node(env)
+
+
+def test_a_task_of_srun_finds_its_place_in_the_world():
+    env = {"SLURM_NTASKS": "6", "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "gpu[07-09]"}
+    world = srun_world(env | {"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "2"})
+    assert world == {
+        "RANK": "4", "WORLD_SIZE": "6", "LOCAL_RANK": "0", "MASTER_ADDR": "gpu07", "MASTER_PORT": "27425",
+    }  # fmt: skip
+    assert world["MASTER_PORT"] != srun_world(env | {"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "3"})["MASTER_PORT"]
+    assert srun_world({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == srun_world({"SLURM_NTASKS": "2"}) == {}
