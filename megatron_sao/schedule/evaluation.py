@@ -60,7 +60,7 @@ class Evaluation:
         finally:
             for episode in running:
                 episode.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*episodes, return_exceptions=True)
         trajectories = [episode.result() for episode in episodes]
         rewards = [0.0 if trajectory is None else trajectory.reward for trajectory in trajectories]
         result = EvalResult(

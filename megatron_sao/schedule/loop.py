@@ -174,6 +174,7 @@ class Scheduler:
         )
         self._token_rate = TokenRate(self._dispatcher)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failing: asyncio.Task[None] | None = None  # sets `_failure`, in a moment
         self._hello: Hello | None = None
         stop.wanted.add_done_callback(lambda _: self._dispatcher.close())
         self._version = 0  # what the engines hold, or would hold if they were still needed
@@ -214,6 +215,8 @@ class Scheduler:
             raise
         finally:
             await self._dispatcher.stop()
+            if self._failing is not None:
+                self._failing.cancel()
             if self._push is not None:
                 await self._push.abandon()
 
@@ -271,7 +274,11 @@ class Scheduler:
         return await first_of(work, self._failure, self._channel.lost)
 
     def _fail(self, error: BaseException) -> None:
-        if not self._failure.done():
+        if self._failing is None:
+            self._failing = asyncio.create_task(self._fail_unless_excused(error))
+
+    async def _fail_unless_excused(self, error: BaseException) -> None:
+        if not await self._stop.excuses(error):
             self._failure.set_exception(error)
             self._failure.exception()  # marks it as seen: it may come when nobody waits any more
 
@@ -564,7 +571,8 @@ class Scheduler:
     def summary(self) -> dict[str, Any]:
         """What the run did, JSON-able. Raises ProtocolError when the ledger does not balance."""
         return {
-            **self._totals_now().summary(self._ledger, self._dispatcher.failed_ids),
+            # Of a run that was stopped, the resumed one plays again what failed.
+            **self._totals_now().summary(self._ledger, set() if self._stop.is_wanted else self._dispatcher.failed_ids),
             "policy_version": self._version,
             "result": self._result,
         }

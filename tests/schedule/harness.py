@@ -138,6 +138,14 @@ def play_in_turn(
     return asyncio.run(run())
 
 
+async def one_turn(prompt: Prompt, pool: EnginePool) -> Trajectory:
+    """An episode of one request."""
+    sample = await pool.generate([1, 2], max_tokens=8)
+    turn = Turn(observation_ids=[1, 2], action_ids=sample.token_ids, logp_sampler=sample.logp,
+                version_spans=sample.version_spans, stop_reason=sample.stop_reason)
+    return assemble(prompt, [turn], reward=1.0, is_cut=False, started_s=0.0, finished_s=1.0)
+
+
 class Stopper:
     """Lets a thread of a test tell the run to stop."""
 
@@ -167,6 +175,7 @@ async def play(
     return_timeout_s: float = 5.0,
     saved: Path | None = None,
     stopper: "Stopper | None" = None,
+    heard_within_s: float = 0.05,
     notes: Notes | None = None,
     **changes,
 ) -> Outcome:
@@ -178,15 +187,10 @@ async def play(
         return_timeout_s: of the pool.
         saved: what `save` wrote; the run goes on there.
         notes: the observer.
+        heard_within_s: of StopWish.
         stopper: through which a test tells the run to stop.
         changes: of ScheduleSettings.
     """
-
-    async def one_turn(prompt: Prompt, pool: EnginePool) -> Trajectory:
-        sample = await pool.generate([1, 2], max_tokens=8)
-        turn = Turn(observation_ids=[1, 2], action_ids=sample.token_ids, logp_sampler=sample.logp,
-                    version_spans=sample.version_spans, stop_reason=sample.stop_reason)
-        return assemble(prompt, [turn], reward=1.0, is_cut=False, started_s=0.0, finished_s=1.0)
 
     given = settings(**changes)
     clients = [EngineClient(fake.url, request_timeout_s=8.0, push_timeout_s=given.push_timeout_s) for fake in fakes]
@@ -196,7 +200,7 @@ async def play(
     schedule = read_snapshot(saved) if saved else None
     if schedule:
         shutil.copyfile(schedule.ledger_path, ledger_path)
-    ledger, notes, stop = Ledger(ledger_path), notes or Notes(), StopWish()
+    ledger, notes, stop = Ledger(ledger_path), notes or Notes(), StopWish(heard_within_s)
     scheduler = Scheduler(
         channel=channel,
         engines=pool,

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from megatron_sao.errors import ProtocolError
+from megatron_sao.errors import EngineError, ProtocolError
 from megatron_sao.records import (
     STOPPED,
     Ack,
@@ -26,6 +26,7 @@ from tests.schedule.harness import (
     HELLO,
     Stopper,
     hello,
+    one_turn,
     open_push,
     play_together,
     push,
@@ -236,6 +237,36 @@ def test_what_fails_while_a_run_stops_is_not_its_failure(tmp_path):
     stopped_well(out)
     rows = states(tmp_path / "saved" / "ledger.sqlite")
     assert {rows[prompt_id] for prompt_id in failed} == {"in_flight"}, "a resumed run would not play it again"
+
+
+@pytest.mark.parametrize("waits_for", ["batch", "evaluation"])
+def test_engines_that_end_a_moment_before_the_wish_is_heard_are_no_failure(tmp_path, waits_for):
+    """SLURM signals all hosts: a request may fail on one dying engine after the other before the scheduler is told."""
+    stop = Stopper()
+
+    def trainer(channel, engines):
+        hello(channel)
+        train(channel, 1)
+        for engine in engines:
+            engine.faults["generate"] = "refuse"  # 500, as by a server that shuts down
+        if waits_for == "evaluation":
+            answer = channel.request(EvalRequest(name="x"))
+        else:
+            answer = channel.request(NeedBatch(step=1, phase="train", num_trajectories=40, policy_version=1))
+        leave(channel, 1, tmp_path / "saved")
+        return answer
+
+    async def run_episode(prompt, pool):
+        try:
+            return await one_turn(prompt, pool)
+        except EngineError:
+            asyncio.get_running_loop().call_later(0.2, stop.wanted.set)
+            raise
+
+    out = play_together(tmp_path, trainer, engines=[{}] * 6, run_episode=run_episode, stopper=stop, heard_within_s=20.0)
+    stopped_well(out)
+    assert out.answer == STOP
+    assert out.summary["engines_taken_out"] >= 5
 
 
 @pytest.mark.parametrize("moment", ["never there", "in a step", "after a push", "in a push"])
