@@ -5,10 +5,25 @@ import asyncio
 import pytest
 
 from megatron_sao.errors import CheckpointError, ProtocolError
-from megatron_sao.records import Hello, SaveState
-from megatron_sao.schedule.snapshot import read_snapshot
-from tests.schedule.harness import HELLO, finish, hello, open_push, play_together, push, report, save, states, take, train
-from tests.schedule.support import make_trajectory
+from megatron_sao.records import Hello, NeedBatch, SaveState, StopWanted
+from megatron_sao.schedule.ledger import Ledger
+from megatron_sao.schedule.snapshot import SchedulerState, Snapshot, read_snapshot
+from megatron_sao.schedule.totals import Totals
+from tests.schedule.harness import (
+    HELLO,
+    Stopper,
+    finish,
+    hello,
+    open_push,
+    play_together,
+    push,
+    report,
+    save,
+    states,
+    take,
+    train,
+)
+from tests.schedule.support import make_prompt, make_trajectory
 from tests.schedule.test_loop import balances
 
 
@@ -56,13 +71,47 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path):  # ASY-01,
     assert summary["trained"] == 9 + 9 * 4
     assert (summary["policy_version"], summary["num_pushes"]) == (9, 5 + 1 + 4)  # the one that brings fresh engines to 5
     assert summary["trained_action_tokens"] == 4 * summary["trained"]
-    # Capacity counts what was accepted before: (2 + 9 + 1) * 4 - 9 * 4, never more than that ahead.
-    assert summary["in_flight"] <= 12
     assert balances(summary)
     trained = [i for _, _, ids in first.notes.steps[:6] + second.notes.steps for i in ids]
     assert len(trained) == len(set(trained)) == summary["trained"]
     issued_by_then = saved.state.prompts["position"]
     assert {f"p{i}" for i in range(issued_by_then)} <= {*trained, *second.still_in_flight}
+
+
+@pytest.mark.parametrize(
+    ("version", "num_buffered", "num_in_flight", "num_started"),
+    [(25, 0, 0, 32), (25, 5, 0, 27), (25, 0, 5, 32), (25, 5, 5, 27), (0, 0, 0, 32)],
+)
+def test_capacity_after_a_restart(tmp_path, version, num_buffered, num_in_flight, num_started):  # ASY-01
+    """(3 + version + 1) * 8 slots, of which version * 8 were used before: as many are left at any version."""
+    stop, started = Stopper(), []
+
+    def trainer(channel, engines):
+        hello(channel, at_version(version))
+        return channel.request(NeedBatch(step=0, phase="train", num_trajectories=8, policy_version=version))
+
+    async def run_episode(prompt, pool):
+        started.append(prompt.prompt_id)
+        stop.wanted.set()
+        await asyncio.sleep(3600)
+
+    async def write():
+        ledger = Ledger(tmp_path / "saved.sqlite")
+        kept = [make_trajectory(f"p{i}", versions=(version,)) for i in range(num_buffered)]
+        for number in range(num_buffered + num_in_flight):
+            ledger.issue(make_prompt(f"p{number}"))
+        for trajectory in kept:
+            ledger.finish(trajectory.prompt.prompt_id)
+        state = SchedulerState(step=1, policy_version=version, prompts={"position": num_buffered + num_in_flight},
+                               num_trajectories=num_buffered, totals=Totals(), observer={})
+        Snapshot(state, kept, ledger.freeze()).write(tmp_path)
+        ledger.close()
+
+    asyncio.run(write())
+    out = play_together(tmp_path, trainer, run_episode=run_episode, saved=tmp_path, stopper=stop, linger_s=0.1,
+                        batch_trajectories=8, max_staleness=3, max_in_flight=1000)
+    assert (out.trainer_error, out.answer) == (None, StopWanted(reason="a test"))
+    assert started == [f"p{number}" for number in range(num_buffered, num_buffered + num_started)]
 
 
 def test_what_ends_while_it_is_written_belongs_to_the_next_one(tmp_path):
