@@ -16,11 +16,12 @@ from megatron_sao.config import Config
 
 def start_trainer(config: Config, run_folder: Path, host: HostPlace = HostPlace()) -> ChildProcess:
     """Start this host's share of the ranks; `num_hosts` divides their number."""
+    host_0 = host.rendezvous[0] if host.rendezvous else host.address
     command = ["env", "--block-signal=TERM", sys.executable, "-m", "torch.distributed.run", *_place(config, host)]
     command += ["--max-restarts", "0", "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
     command += ["--nproc-per-node", str(config.parallel.world_size // host.num_hosts)]
     command += ["-m", "megatron_sao.cli.train", str(run_folder / CONFIG_FILE)]
-    command += ["--run-folder", str(run_folder), "--host", host.address, "--own-log"]
+    command += ["--run-folder", str(run_folder), "--host", host_0, "--own-log"]
     env = {
         "OMP_NUM_THREADS": str(config.run.threads_per_process),
         "GLOO_SOCKET_IFNAME": host.interface,

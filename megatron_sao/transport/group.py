@@ -10,6 +10,7 @@ Imports torch only: works where Megatron is absent (engine) and where vLLM is ab
 """
 
 import ipaddress
+import os
 import re
 import socket
 import time
@@ -286,7 +287,9 @@ def _gloo(store, host: str, rank: int, world_size: int, timeout: timedelta, devi
     options._timeout = timeout
     if _is_loopback(host):
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    else:  # honours GLOO_SOCKET_IFNAME
+    elif names := os.environ.get("GLOO_SOCKET_IFNAME"):  # which a group made by hand does not look at
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+    else:
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 

@@ -15,9 +15,11 @@ import psutil
 import pytest
 
 from megatron_sao.checkpoints import newest
+from megatron_sao.cli.trainer_process import rank_log
 from megatron_sao.observe.metrics import read_metrics
 from megatron_sao.observe.trajectories import read_trajectories
 from tests.support.local_run import ENGINE_CORE, SCHEDULER, TRAINER_RANK, LocalRun
+from tests.support.rank_stack import is_inside, stack_of
 
 STEPS = 18
 BATCH = 16
@@ -61,22 +63,17 @@ class Chain:
     def rank_at(self, rank: int, *places: str) -> psutil.Process:
         """The process of a trainer rank, at a moment when it is inside all of the functions."""
         process = self.rank(rank)
-        log = self.folder / "logs" / f"trainer-rank-{rank}.log"
-
-        def is_there() -> bool:
-            stack = _stack(process, log)
-            return all(f" in {place}\n" in stack for place in places)
-
-        self.wait_until(is_there, f"rank {rank} never is in {places}")
+        log = rank_log(self.folder, rank)
+        self.wait_until(lambda: is_inside(process, log, *places), f"rank {rank} never is in {places}")
         return process
 
     def wait_until_trainer_waits(self) -> None:
         """Returns once rank 0 waits for an answer of the scheduler, and has for a while."""
-        rank, log = self.rank(0), self.folder / "logs" / "trainer-rank-0.log"
+        rank, log = self.rank(0), rank_log(self.folder, 0)
         seen: list[str] = []
 
         def is_waiting() -> bool:
-            seen.append(_stack(rank, log))
+            seen.append(stack_of(rank, log))
             return len(seen) > 20 and len(set(seen[-20:])) == 1 and " in _wait_for_frames\n" in seen[-1]
 
         self.wait_until(is_waiting, "rank 0 never waits")
@@ -116,21 +113,6 @@ class Chain:
             time.sleep(0.01)
 
 
-def _stack(process: psutil.Process, log: Path) -> str:
-    """Where the main thread of a rank is now: "File ..., line n in f" for each function, the innermost first."""
-    before = log.stat().st_size
-    process.send_signal(signal.SIGUSR1)
-    deadline = time.monotonic() + 30
-    while True:
-        with log.open("rb") as file:
-            file.seek(before)
-            written = file.read().decode(errors="replace")
-        if written.endswith(("in _run_module_as_main\n", "  ...\n")):  # the latter where it is deep
-            return written.rpartition("Current thread")[2].partition("\n")[2]
-        assert time.monotonic() < deadline, f"no stack in {log}"
-        time.sleep(0.001)
-
-
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory, tiny_folder):
     chain = Chain(tmp_path_factory.mktemp("chain"), tiny_folder)
@@ -168,7 +150,7 @@ def test_the_scheduler_killed_while_the_trainer_waits_for_a_batch(chain):
     (scheduler,) = chain.run.processes(SCHEDULER)
     scheduler.kill()
     chain.check_killed("the scheduler was killed by SIGKILL")
-    log = (chain.folder / "logs" / "trainer-rank-0.log").read_text()
+    log = rank_log(chain.folder, 0).read_text()
     assert "went away before it answered NeedBatch" in log
     chain.hold_file.unlink()
 
@@ -189,7 +171,7 @@ def test_the_scheduler_killed_while_it_writes_its_part_of_a_checkpoint(chain):
     chain.wait_until(is_writing, "the scheduler's part never is half written")
     scheduler.kill()
     chain.check_killed("the scheduler was killed by SIGKILL")
-    log = (chain.folder / "logs" / "trainer-rank-0.log").read_text()
+    log = rank_log(chain.folder, 0).read_text()
     assert "went away before it answered SaveState" in log
 
 
