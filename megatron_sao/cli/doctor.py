@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # torch is imported where it is used
     from megatron_sao.transport.group import WeightGroup
     from megatron_sao.transport.trial import Trial
 
-TRIAL_TIMEOUT_S = 40.0  # of the local trial, with the start of its processes
+TRIAL_TIMEOUT_S = 60.0  # of the local trial, with the start of its processes
 MEETING_TIMEOUT_S = 120.0  # for hosts that are not started at the same moment
 SEEN_WITHIN_S = 5.0  # a shared file system may show a new file late
 MAX_SKEW_S = 0.5

@@ -29,6 +29,10 @@ _OTHER_WORDS = {
     "context_parallel_size": "cp",
     "expert_parallel_size": "ep",
     "batch_size": "batch_trajectories",
+    "nnodes": "trainer_nodes",
+    "nproc_per_node": "trainer_gpus_per_node",
+    "save_interval": "every_steps",
+    "save_steps": "every_steps",
 }
 _MANY = 4  # more suggestions than this are no help
 

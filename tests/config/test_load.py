@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from megatron_sao.config import Config, load_config, to_toml
+from megatron_sao.config.keys import leaf_keys
 from megatron_sao.errors import ConfigError
 
 
@@ -67,6 +68,14 @@ def test_importing_the_configuration_imports_nothing_heavy():
         ("[value.attention]\ntrained = true", "did you mean value.groups.attention.trained?"),
         ("[value.groups.head]\nfrozen = true", "[value.groups.head] has trained, lr_multiplier"),
         ("[algo.bounds.maths]\neps_low = 0.1\neps_high = 0.2", "algo.bounds.maths.eps_low: there is no such key"),
+        ("[placement]\ntrainer_node = 2", "did you mean placement.trainer_nodes?"),
+        ("[placement]\ngpus_per_node = 8", "placement.gpus_per_node: there is no such key; did you mean placement."),
+        ("[parallel]\nrollout_nodes = 2", "did you mean placement.rollout_nodes?"),
+        ("[parallel]\nnnodes = 2", "did you mean placement.trainer_nodes?"),
+        ("[checkpoint]\nsave_interval = 5", "did you mean checkpoint.every_steps?"),
+        ("[checkpoint]\nkeep-last = 5", "without dashes and quotes: checkpoint.keep_last"),
+        ("[run]\nkeep_last = 5", "did you mean checkpoint.keep_last?"),
+        ("[checkpoints]\nkeep_last = 5", "did you mean checkpoint.keep_last?"),
         ("[colour]\n", "colour: there is no such key; the sections are run, model, "),
     ],
 )
@@ -124,6 +133,28 @@ def test_the_open_table_takes_only_what_json_can_carry(write, value):
 )
 def test_a_wrong_type_is_refused_not_converted(write, toml, expected):
     assert expected in fault(write(toml))
+
+
+NUMBERS = [key for key in leaf_keys() if key.annotation in (int, float)]
+
+
+def test_no_number_of_any_section_takes_what_is_none(write):
+    """nan, inf, true and text for every number there is, and 1.5 for every whole one: all in one report each."""
+    assert {"placement.rollout_gpu_gib", "placement.trainer_nodes", "checkpoint.keep_last", "push.timeout_s"} <= {
+        key.path for key in NUMBERS
+    }
+    for value in ("nan", "inf", "-inf", "true", "'3'", "[3]"):
+        refused = fault(None, *(f"{key.path}={value}" for key in NUMBERS)).splitlines()[1:]
+        assert {line.split()[0] for line in refused} >= {key.path for key in NUMBERS}, value
+    whole = [key.path for key in NUMBERS if key.annotation is int]
+    refused = fault(None, *(f"{path}=1.5" for path in whole)).splitlines()[1:]
+    assert {line.split()[0] for line in refused} >= set(whole)
+
+
+def test_no_number_but_a_value_and_its_bin_may_be_negative():
+    refused = fault(None, *(f"{key.path}=-1" for key in NUMBERS)).splitlines()[1:]
+    allowed = {key.path for key in NUMBERS} - {line.split()[0] for line in refused}
+    assert allowed == {"value.hl_gauss_min", "value.hl_gauss_max"}
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", "a b", "a\\nb", "é"])
