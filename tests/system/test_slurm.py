@@ -3,9 +3,12 @@ script does when its parts fail, its time is up or others need its nodes, with s
 """
 
 import json
+import os
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -278,3 +281,14 @@ def test_host_lists_are_read_as_slurm_reads_them(cluster):
 
     for text in [",".join(item() for _ in range(rng.randint(1, 3))) for _ in range(60)]:
         assert expand_hostlist(text) == cluster.command("scontrol", "show", "hostnames", text).split(), text
+
+
+def test_srun_starts_the_doctor_on_all_nodes_of_a_job(cluster):
+    doctor = [sys.executable, "-m", "megatron_sao.cli.doctor", "configs/local.toml"]
+    command = ["srun", "--nodes=3", "--ntasks-per-node=1", "--mpi=none", *doctor]
+    env = {**os.environ, **cluster.env}
+    done = subprocess.run(command, cwd=CLONE, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("missing for a GPU node:") == 1, "one node speaks for all"
+    said = " ".join(done.stdout.split())
+    assert "ok sum over ranks T+E 3 ranks " in said and " 3 host(s): " in said and " 0 fault; " in said, done.stdout

@@ -1,4 +1,4 @@
-"""A run over two hosts that `launch/node.sh` starts by hand, and a cut between them in the middle of a step.
+"""A run over two hosts that `launch/node.sh` starts by hand, a cut between them in the middle of a step, the doctor.
 
 The hosts are network namespaces: real torchrun, real connections, and a cable that can be pulled. Host a has trainer
 rank 0, the scheduler and the engine; host b has trainer rank 1.
@@ -163,3 +163,23 @@ def test_packets_that_vanish_are_noticed_in_a_collective(hosts, tmp_path):
         hosts.mend()
         for command in ranks:
             command.close()
+
+
+def test_the_doctor_looks_at_both_hosts_and_measures_what_connects_them(hosts, tmp_path):
+    place = ["WORLD_SIZE=2", "LOCAL_RANK=0", f"MASTER_ADDR={hosts.addresses['a']}", "MASTER_PORT=29500"]
+    doctor = [sys.executable, "-m", "megatron_sao.cli.doctor", "configs/local.toml", f"--run.folder={tmp_path}"]
+    started = [
+        hosts.start(
+            host, ["env", "-u", "GLOO_SOCKET_IFNAME", f"RANK={rank}", *place, *doctor], tmp_path / f"{host}.terminal"
+        )
+        for rank, host in enumerate("ab")
+    ]
+    first, second = started
+    assert [command.wait(120) for command in started] == [0, 0], first.output + second.output
+    assert "sum over ranks" not in second.output, "one host speaks for all"
+    said = " ".join(first.output.split())
+    assert "ok sum over ranks T+E 2 ranks between hosts, gloo: 64 MiB in " in said, first.output
+    assert "ok push T+E trainer rank to engine worker between hosts, gloo: 256 MiB in " in said, first.output
+    assert f"ok shared folder all {tmp_path} is the same on all hosts" in said, first.output
+    assert f"between hosts gloo and NCCL take {hosts.interfaces['a']} " in said, first.output
+    assert "node-b: what differs from node-a" in said and " 2 host(s): " in said and " 0 fault; " in said, first.output
