@@ -4,7 +4,7 @@
 #   bash launch/node.sh prepare CONFIG [--section.key value ...] [--resume]      once, on any host; prints RUN_FOLDER last
 #   bash launch/node.sh scheduler RUN_FOLDER                                     beside trainer rank 0
 #   bash launch/node.sh trainer RUN_FOLDER --nodes 2 --node-rank 0 --rendezvous HOST:PORT       on each trainer host
-#   bash launch/node.sh engines RUN_FOLDER                                       on each rollout host
+#   bash launch/node.sh engines RUN_FOLDER --nodes 2 --node-rank 0 --rendezvous HOST:PORT       on each rollout host
 #
 # HOST is trainer host 0 as the other hosts reach it, PORT any free port there. Each command waits for the others, and
 # ends when the run is over or has failed, with the cause as its last words; logs lie in RUN_FOLDER/logs. SIGTERM or

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_sao.cli.child import ChildProcess
-from megatron_sao.cli.files import CONFIG_FILE, LOGS_FOLDER, SUMMARY_FILE
+from megatron_sao.cli.files import CONFIG_FILE, LOGS_FOLDER, RESULT_FILE, SUMMARY_FILE
 from megatron_sao.cli.network import PLACE_VALUES, HostPlace, host_place
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.cli.stop import StopOnSignal
@@ -67,6 +67,9 @@ def main(argv: Sequence[str]) -> None:
         error = SaoError(failure.message)
         error.exit_code = failure.exit_code
         raise error
+    if role == "trainer":  # the scheduler ends before there is a result
+        is_finished = (run_folder / RESULT_FILE).exists()
+        say("the run is finished" if is_finished else "the run has saved and ended; prepare it with --resume to go on")
 
 
 def prepared_run(options: Options, role: str) -> tuple[Path, Config]:

@@ -114,6 +114,8 @@ def test_a_run_over_two_hosts_survives_a_cut(run):
     run.start("--resume")
     codes = {name: command.wait(300) for name, command in run.commands.items()}
     assert set(codes.values()) == {0}, {name: command.output for name, command in run.commands.items()}
+    for host in "ab":
+        assert run.commands[f"trainer-{host}"].output.splitlines()[-1] == "[trainer] the run is finished"
     assert json.loads((run.folder / "result.json").read_text())["steps"] == STEPS
     steps = [record["step"] for record in read_metrics(run.folder / "metrics.jsonl") if record["phase"] == "train"]
     assert steps == list(range(1, STEPS + 1))
