@@ -21,7 +21,7 @@ from megatron_sao.observe.trajectories import read_trajectories
 from tests.support.local_run import ENGINE_CORE, SCHEDULER, TRAINER_RANK, LocalRun
 from tests.support.rank_stack import is_inside, stack_of
 
-STEPS = 18
+STEPS = 14
 BATCH = 16
 GRACE_S = 120
 WAIT_S = 300.0  # for one start and a step
