@@ -215,7 +215,8 @@ class System:
             run_episode=self._play,
             ledger=Ledger(self.folder / f"ledger-{self.version}.sqlite"),
             settings=ScheduleSettings(batch_trajectories=BATCH, max_staleness=2, max_in_flight=8, batch_timeout_s=60.0,
-                                      push_timeout_s=TIMEOUT_S, push_backend="gloo", linger_s=1.0),
+                                      push_timeout_s=TIMEOUT_S, push_backend="gloo", trainer_start_timeout_s=900.0,
+                                      linger_s=1.0),
             observer=Notes(),
             stop=StopWish(),
         )
