@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_sao.config import Config
 from megatron_sao.convert.family import ModelShape
 from megatron_sao.convert.slices import WeightSlice
-from megatron_sao.errors import ProtocolError
+from megatron_sao.errors import ProtocolError, TrainingError
 from megatron_sao.models.weights import Exporter
 from megatron_sao.parallel.exchange import broadcast_object, world_rank, world_size
 from megatron_sao.records import (
@@ -136,7 +136,8 @@ class Pusher:
         """Publish the current weights as `policy_version`; engines keep their requests and continue under it.
 
         Returns: seconds of pause, transfer, load and resume as the scheduler saw them, and the trainer's own.
-        Raises: ProtocolError when no engine could be brought to the version.
+        Raises: ProtocolError when no engine could be brought to the version; TrainingError, before any engine is paused,
+            when a weight is not finite or cannot be read.
         Collective: every rank of the world.
         """
         started = time.monotonic()
@@ -157,7 +158,9 @@ class Pusher:
         while True:
             if is_due and self._sender is not None:
                 self._wake()
-                self._sender.prepare(self._view, policy_version)  # engines go on sampling meanwhile
+                fault = self._sender.prepare(self._view, policy_version)  # engines go on sampling meanwhile
+                if fault := self._link.first(fault or ""):
+                    raise TrainingError(f"the weights of policy_version {policy_version} are not pushed: {fault}")
             ask = PushRequest(policy_version=policy_version, has_group=self._sender is not None)
             answer = self._ask(ask, FormGroup | PushGo | PushDone)
             match answer:

@@ -44,8 +44,8 @@ class DiskSender(WeightSender):
         self._folder = Path(plan.folder)
         self._written: Path | None = None
 
-    def prepare(self, view_of: Callable[[WireItem], torch.Tensor], policy_version: int) -> None:
-        """Write this rank's file; engines go on serving meanwhile. Arguments as `WeightSender.prepare`."""
+    def prepare(self, view_of: Callable[[WireItem], torch.Tensor], policy_version: int) -> str | None:
+        """Write this rank's file; engines go on serving meanwhile. Arguments and result as `WeightSender.prepare`."""
         views, fault = self._own_views(view_of)
         if fault is None:
             path = file_of(self._folder, policy_version, self._group.rank)
@@ -54,6 +54,7 @@ class DiskSender(WeightSender):
             except OSError as error:
                 fault = f"trainer rank {self._group.rank} cannot write {path}: {error.strerror} (push.folder)"
         self._prepared = Prepared(policy_version, views, fault)
+        return fault
 
     def discard(self) -> None:
         """Effect: what was prepared and not sent is forgotten, and its file removed."""

@@ -5,7 +5,8 @@ Owns: `host_store`, `weight_group`, `WeightGroup`, `Transfer`. Invariants:
   Megatron;
 - each wait ends after `timeout_s` (in a push: all of them together); a peer that died or stays away becomes a
   ProtocolError, and the rank that gets it leaves the group, so that those who wait for it get one too;
-- a loopback host keeps every socket on the loopback interface.
+- a loopback host keeps every socket on the loopback interface;
+- `close` may come from any thread, also while another one begins or waits for a message: that one gets an error.
 Imports torch only: works where Megatron is absent (engine) and where vLLM is absent (trainer).
 """
 
@@ -13,6 +14,7 @@ import ipaddress
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,9 +57,10 @@ class WeightGroup:
         self.world_size = world_size
         self.device = device
         self.timeout_s = timeout_s
-        self._backend = backend
+        self._backend: dist.Backend | None = backend  # None = closed
         self._make = make
         self._deadline: float | None = None
+        self._lock = threading.Lock()  # of what follows, and of the change to closed
         self._open: set[Transfer] = set()
         self._subgroups: list[WeightGroup] = []
         self._parent: WeightGroup | None = None
@@ -85,7 +88,7 @@ class WeightGroup:
         options = dist.BroadcastOptions()
         options.rootRank = src_rank
         options.rootTensor = 0
-        self._start(lambda: self._backend.broadcast([tensor], options), f"a broadcast from rank {src_rank}").wait()
+        self._start(lambda backend: backend.broadcast([tensor], options), f"a broadcast from rank {src_rank}").wait()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` on every rank by the sum over all.
@@ -103,17 +106,17 @@ class WeightGroup:
         """
         mine = torch.tensor(row, dtype=torch.int64, device=self.device)
         rows = [torch.zeros_like(mine) for _ in range(self.world_size)]
-        self._start(lambda: self._backend.allgather([rows], [mine]), "the answers of all ranks").wait()
+        self._start(lambda backend: backend.allgather([rows], [mine]), "the answers of all ranks").wait()
         return torch.stack(rows).tolist()
 
     def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> Transfer:
         """Begin to send a contiguous tensor; `dst_rank` calls `receive` with the same tag."""
-        return self._start(lambda: self._alone(lambda: self._backend.send([tensor], dst_rank, tag)),
+        return self._start(lambda backend: self._alone(backend, lambda: backend.send([tensor], dst_rank, tag)),
                            f"message {tag} to rank {dst_rank}")
 
     def receive(self, tensor: torch.Tensor, src_rank: int, tag: int) -> Transfer:
         """Begin to receive into a contiguous tensor."""
-        return self._start(lambda: self._alone(lambda: self._backend.recv([tensor], src_rank, tag)),
+        return self._start(lambda backend: self._alone(backend, lambda: backend.recv([tensor], src_rank, tag)),
                            f"message {tag} from rank {src_rank}")
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> "WeightGroup | None":
@@ -133,18 +136,23 @@ class WeightGroup:
                                 f"({time.monotonic() - started:.1f} s): {_reason(error)}") from error
         group = WeightGroup(backend, rank, len(ranks), self.device, self.timeout_s, self._make)
         group._parent = self
-        self._subgroups.append(group)
+        with self._lock:
+            self._subgroups.append(group)
+            is_closed = self._backend is None
+        if is_closed:
+            group.close()
         group.gather([rank])  # as in weight_group
         return group
 
     def close(self) -> None:
         """Leave the group; waiting peers get an error. Effect: closes the sockets."""
-        for group in self._subgroups:
+        with self._lock:
+            backend, self._backend = self._backend, None
+            subgroups = list(self._subgroups)
+            while self._open:
+                self._open.pop()._work = None
+        for group in subgroups:
             group.close()
-        for transfer in self._open:
-            transfer._work = None
-        self._open.clear()
-        backend, self._backend = self._backend, None
         if backend is None:
             return
         if self.device.type == "cuda":
@@ -157,46 +165,55 @@ class WeightGroup:
         for group in self._subgroups:
             group._set_deadline(deadline)
 
-    def _alone(self, start: Callable[[], dist.Work]) -> dist.Work:
+    def _alone(self, backend: dist.Backend, start: Callable[[], dist.Work]) -> dist.Work:
         """NCCL makes one more communicator for each pair of ranks unless a message is part of a (coalesced) batch."""
         if self.device.type != "cuda":
             return start()
-        self._backend._start_coalescing()
+        backend._start_coalescing()
         start()
-        return self._backend._end_coalescing()
+        return backend._end_coalescing()
 
-    def _start(self, start: Callable[[], dist.Work], what: str) -> Transfer:
-        if self._backend is None:
+    def _start(self, start: Callable[[dist.Backend], dist.Work], what: str) -> Transfer:
+        backend = self._backend
+        if backend is None:
             raise ProtocolError("the weight group was closed; join a new one before the next push")
         try:
-            transfer = Transfer(self, start(), what)
-            self._open.add(transfer)
-            return transfer
+            transfer = Transfer(self, start(backend), what)
         except RuntimeError as error:
             raise self._broken(what, 0.0, error) from error
+        with self._lock:
+            if self._backend is not None:
+                self._open.add(transfer)
+                return transfer
+        transfer._work = None
+        raise ProtocolError(f"the weight group was closed as {what} began")
 
     def _finish(self, transfer: Transfer, what: str) -> None:
         started = time.monotonic()
-        if transfer not in self._open:
+        with self._lock:
+            is_open, work = transfer in self._open, transfer._work
+        if not is_open:
             raise ProtocolError(f"the weight group was closed before {what} was over")
         try:
             if self.device.type == "cuda":
-                self._poll(transfer)
+                self._poll(work)
             else:
-                transfer._work.wait(timedelta(seconds=self.remaining_s()))
+                work.wait(timedelta(seconds=self.remaining_s()))
         except RuntimeError as error:
+            del work  # the error holds this frame, see Transfer
             raise self._broken(what, time.monotonic() - started, error) from error
-        self._open.discard(transfer)
-        transfer._work = None
+        with self._lock:
+            self._open.discard(transfer)
+            transfer._work = None
 
-    def _poll(self, transfer: Transfer) -> None:
+    def _poll(self, work: dist.Work) -> None:
         """Wait for the bytes themselves. NCCL's own wait orders streams only, and its watchdog ends the process."""
         limit = time.monotonic() + self.remaining_s()
-        while not transfer._work.is_completed():
+        while not work.is_completed():
             if time.monotonic() > limit:
                 raise RuntimeError("timed out")
             time.sleep(0.0002)
-        transfer._work.wait()
+        work.wait()
 
     def _broken(self, what: str, waited_s: float, error: RuntimeError) -> ProtocolError:
         """The error to raise. Effect: leaves the group, so that ranks that wait for this one hear of it at once."""

@@ -1,7 +1,10 @@
 """What every member of the weight group says before the first and after the last byte of a push.
 
-Owns: `Handshake`. Invariant: either all ranks of the group go on or all of them raise, so that nobody waits for bytes
-that will not come, and a refused push leaves the group in step for the next one.
+Owns: `Handshake`. Invariants:
+- all ranks judge the same rows of answers: either all of them go on or all raise, so that nobody waits for bytes that
+  will not come, and a refused push leaves the group in step for the next one;
+- where a rank dies or is late in the middle of an agreement there is no next one: whoever notices leaves the group, and
+  those that went on before get an error at their next wait.
 """
 
 from megatron_sao.errors import ConfigError, ProtocolError

@@ -74,19 +74,20 @@ class WeightSender:
         self._prepared: Prepared | None = None
         self._is_connected = False
 
-    def prepare(self, view_of: Callable[[WireItem], torch.Tensor], policy_version: int) -> None:
+    def prepare(self, view_of: Callable[[WireItem], torch.Tensor], policy_version: int) -> str | None:
         """Look at every slice this rank owns and fill the first buffers, so that `send` begins with a full one.
 
-        Not needed, but what it does costs no pause when it is done before the engines are asked to stop. A fault that
-        it finds is told by `send`. No collective.
+        Not needed, but what it does costs no pause when it is done before the engines are asked to stop. No collective.
 
         Args: as in `send`, which uses what was prepared for the same version only.
+        Returns: why this rank cannot send, which `send` would tell the whole group; None = it can.
         """
         views, fault = self._own_views(view_of)
         self._prepared = Prepared(policy_version, views, fault)
         if fault is None:
             for slot, (number, bucket, _) in zip(self._slots, self._own):
                 _fill(slot, number, bucket, views)
+        return fault
 
     def discard(self) -> None:
         """Effect: what was prepared and not sent is forgotten."""
@@ -181,8 +182,8 @@ def _view_fault(view: torch.Tensor, item: WireItem) -> str | None:
         return f"is {view.dtype}, which does not turn into {item.dtype} on the wire"
     if view.device.type == "meta":
         return "is on the meta device and holds no values"
-    if holds_nan(view):
-        return "holds NaN"
+    if view.is_floating_point() and view.dtype.itemsize > 1 and not view.sum().isfinite() and not view.isfinite().all():
+        return "holds a number that is not finite"
     return None
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
 from megatron_sao.convert.slices import WeightSlice
-from megatron_sao.errors import ProtocolError
+from megatron_sao.errors import ProtocolError, TrainingError
 from megatron_sao.records import (
     Ack,
     FormGroup,
@@ -38,6 +38,7 @@ class World:
     def __init__(self, answers, faults):
         self.answers, self.faults, self.events = list(answers), list(faults), []
         self.num_groups = 0
+        self.broken_weight = None
         self.num_prepared = 0  # neither sent nor discarded: files of it would stay on a shared disk
 
     def request(self, message, expected, timeout_s=None):
@@ -73,6 +74,7 @@ class World:
         def prepare(view_of, version):
             self.events.append("prepare")
             self.num_prepared = 1
+            return self.broken_weight
 
         def discard():
             self.num_prepared = 0
@@ -86,7 +88,7 @@ class World:
         return SimpleNamespace(prepare=prepare, send=send, discard=discard)
 
 
-def play(answers, faults):
+def connected(answers, faults):
     dist.init_process_group("gloo")
     world = World(answers, faults)
     for name in ("host_store", "weight_group", "make_sender"):
@@ -98,6 +100,11 @@ def play(answers, faults):
     pusher = Pusher(exporter, {"model.norm.weight": (4,)}, load_config(None, []), world, "127.0.0.1")
     pusher.connect(0)
     world.events.append("--")
+    return world, pusher
+
+
+def play(answers, faults):
+    world, pusher = connected(answers, faults)
     metrics = pusher.push(1)
     assert not world.answers and not world.num_prepared
     return world.events, metrics
@@ -136,3 +143,16 @@ def test_a_rank_does_what_the_scheduler_asks_for_until_it_is_done(answers, fault
     assert found == CONNECTED + events
     assert metrics["push/pause_s"] == 0.25 and metrics["push/bytes"] == (100 if "send" in events else 0)
     assert metrics["push/total_s"] > 0
+
+
+def play_with_a_broken_weight(answers):
+    world, pusher = connected(answers, [])
+    world.broken_weight = "trainer rank 1: model.norm.weight holds a number that is not finite"
+    with pytest.raises(TrainingError, match="the weights of policy_version 1 are not pushed: trainer rank 1: model.norm"):
+        pusher.push(1)
+    return world.events
+
+
+def test_weights_that_cannot_be_sent_end_the_run_before_an_engine_is_asked_to_stop():
+    (events,) = run_ranks(1, play_with_a_broken_weight, [JOIN_ONLY, Ack(), DONE])
+    assert events == CONNECTED + ["prepare"]

@@ -2,13 +2,15 @@
 
 import os
 import socket
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_sao.errors import ConfigError, ProtocolError
-from megatron_sao.transport.group import host_store, weight_group
+from megatron_sao.transport.group import WeightGroup, host_store, weight_group
 from megatron_sao.transport.plan import WireItem, make_plan
 from megatron_sao.transport.receiver import TensorAssembler, WeightReceiver
 from megatron_sao.transport.sender import WeightSender
@@ -239,6 +241,29 @@ def test_a_group_that_nobody_joins_ends_within_the_limit():
     store = host_store("127.0.0.1", timeout_s=1)
     with pytest.raises(ProtocolError, match="rank 0 could not join the weight group of 2"):
         weight_group("127.0.0.1", store.port, 0, 2, timeout_s=1, store=store)
+
+
+def test_a_group_may_be_closed_while_another_thread_begins_a_message():
+    """As the transfer thread of a receiver does when the thread that loads gives up."""
+    begins, goes_on, messages = threading.Event(), threading.Event(), []
+
+    def recv(tensors, rank, tag):
+        if tag == 1:
+            begins.set()
+            assert goes_on.wait(TIMEOUT_S)
+        return SimpleNamespace(wait=lambda limit: None)
+
+    group = WeightGroup(SimpleNamespace(recv=recv), 0, 2, torch.device("cpu"), TIMEOUT_S, make=None)
+    opened = group.receive(torch.zeros(1), 1, 0)
+    thread = threading.Thread(target=lambda: messages.append(refusal(group.receive, torch.zeros(1), 1, 1)), daemon=True)
+    thread.start()
+    assert begins.wait(TIMEOUT_S)
+    group.close()
+    goes_on.set()
+    thread.join(TIMEOUT_S)
+    assert messages == ["the weight group was closed as message 1 from rank 1 began"]
+    assert "was closed before message 0" in refusal(opened.wait)
+    assert "join a new one" in refusal(group.receive, torch.zeros(1), 1, 2)
 
 
 def test_the_store_listens_on_the_given_address_alone_and_refuses_a_port_in_use():
