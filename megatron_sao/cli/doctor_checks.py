@@ -102,7 +102,7 @@ class Host:
     def workers_here(self) -> int:
         """Engine workers of one node."""
         engine = self.config.engine
-        return self.config.placement.rollout_gpus_per_node or engine.count * engine.tensor_parallel
+        return self.config.placement.rollout_gpus_per_node or engine.count * engine.num_workers
 
 
 # ---- packages --------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def _shm(host: Host) -> Finding:
         total = shutil.disk_usage("/dev/shm").total
     except OSError:
         return Finding("/dev/shm", NOTE, "absent: NCCL and engines of several workers need it", (TRAINER, ENGINE))
-    is_small = total < SMALL_SHM and (host.num_gpus > 0 or host.config.engine.tensor_parallel > 1)
+    is_small = total < SMALL_SHM and (host.num_gpus > 0 or host.config.engine.num_workers > 1)
     advice = "; small: containers want --shm-size=16g or --ipc=host" if is_small else ""
     return Finding("/dev/shm", NOTE if is_small else OK, f"{total / GIB:,.1f} GiB{advice}", (TRAINER, ENGINE))
 
@@ -452,7 +452,7 @@ def configuration(host: Host) -> list[Finding]:
         except ConfigError as error:
             faults.append(Finding("configuration", FAULT, str(error)))
     world, engine = host.config.parallel.world_size, host.config.engine
-    asked = f"{world} trainer rank(s), {engine.count} engine(s) of {engine.tensor_parallel}"
+    asked = f"{world} trainer rank(s), {engine.count} engine(s) of {engine.num_workers}"
     text = f"{asked}: nothing in it that this host lacks"
     return faults or [Finding("configuration", OK, text)]
 

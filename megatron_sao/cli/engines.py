@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     place = host_place(options.values, config.parallel.interface)
     check_num_nodes(config, "rollout", place.num_hosts)
     numbers = engines_of_host(config.engine.count, place.num_hosts, place.number)
-    devices = devices_of_engines(os.environ, len(numbers), config.engine.tensor_parallel, is_cpu_build())
+    devices = devices_of_engines(os.environ, len(numbers), config.engine.num_workers, is_cpu_build())
     if "dry-run" in options.switches:
         print(describe(config))
         for number, shown in zip(numbers, devices, strict=True):
@@ -67,7 +67,7 @@ def engines_of_host(count: int, num_hosts: int, host: int) -> range:
     return range(host * share, (host + 1) * share)
 
 
-def devices_of_engines(env: Mapping[str, str], count: int, tensor_parallel: int, is_cpu_build: bool) -> list[str]:
+def devices_of_engines(env: Mapping[str, str], count: int, num_workers: int, is_cpu_build: bool) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each of `count` engines of a host; empty where there are no GPUs to share out.
 
     The GPUs are those that CUDA_VISIBLE_DEVICES shows this program, else as many as SLURM gave, else all of the host.
@@ -78,10 +78,10 @@ def devices_of_engines(env: Mapping[str, str], count: int, tensor_parallel: int,
     elif "SLURM_GPUS_ON_NODE" in env:
         visible = [str(number) for number in range(gpus_on_node(env))]
     else:
-        visible = [str(number) for number in range(count * tensor_parallel)]
-    if is_cpu_build and len(visible) < count * tensor_parallel:
+        visible = [str(number) for number in range(count * num_workers)]
+    if is_cpu_build and len(visible) < count * num_workers:
         return [""] * count
-    return [engine_devices(visible, number, tensor_parallel) for number in range(count)]
+    return [engine_devices(visible, number, num_workers) for number in range(count)]
 
 
 def start_engine(

@@ -42,9 +42,9 @@ def print_placement(report: Report, config: Config) -> None:
                 + ("; lower parallel.tp" if axis == "tp" else "")
             )
     where = "the trainer's nodes" if p.mode == "colocated" else f"{p.rollout_nodes} more node(s)"
-    engines_on_node = (per_node if p.mode == "colocated" else p.rollout_gpus_per_node) // engine.tensor_parallel
+    engines_on_node = (per_node if p.mode == "colocated" else p.rollout_gpus_per_node) // engine.num_workers
     report.say(
-        f"{engine.count} engine(s) of {engine.tensor_parallel} GPU(s) on {where}, {engines_on_node} on each, in order"
+        f"{engine.count} engine(s) of {engine.num_workers} GPU(s) on {where}, {engines_on_node} on each, in order"
     )
 
 

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 from megatron_sao.cli.tables import GIB, MIB, Report
 from megatron_sao.config import Config
+from megatron_sao.config.engine import Engine
 from megatron_sao.transport.forecast import Link, PushForecast, forecast
 from megatron_sao.transport.plan import PushPlan, encode_plan
 
 _WORDS = """\
-A rank sends each bucket once, to one worker, which passes it on to the same worker of the other engines (to all, if all
-load it) while the next one arrives; engines take turns in it. A worker loads one bucket while the next one arrives. The
-path follows the buckets of the plan in their order. Not counted: the pause before, the agreement of all at both ends,
-filling a buffer while another one is sent, copies within a GPU, switches that are shared."""
+A rank sends each bucket once, to one worker, which passes it on to the others that load it, in its own engine and in
+the other ones, while the next one arrives; engines take turns in it. A worker loads one bucket while the next one
+arrives. The path follows the buckets of the plan in their order. Not counted: the pause before, the agreement of all at
+both ends, filling a buffer while another one is sent, copies within a GPU, switches that are shared."""
 
 
 def print_push(report: Report, config: Config, plan: PushPlan, link: Link, piece_s: float) -> None:
@@ -22,7 +23,7 @@ def print_push(report: Report, config: Config, plan: PushPlan, link: Link, piece
     say = report.say
     say(
         f"one push: {p.world_size} trainer ranks (tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp}, ep {p.ep} x etp"
-        f" {p.etp}) to {e.count} engines of {e.tensor_parallel} workers; {link.bytes_per_s * 8 / 1e9:g} Gb/s each way"
+        f" {p.etp}) to {e.count} engines of {_workers(e)}; {link.bytes_per_s * 8 / 1e9:g} Gb/s each way"
         f" for each of them, {link.message_s * 1e6:g} us a message, {piece_s * 1e6:g} us to load a piece"
     )
     num_items = sum(len(bucket.items) for bucket in plan.buckets)
@@ -43,6 +44,13 @@ def print_push(report: Report, config: Config, plan: PushPlan, link: Link, piece
         f" {_s(found.receiving_s)} to receive and {_s(found.loading_s)} to load {max(found.num_loaded):,} pieces"
     )
     say(_WORDS)
+
+
+def _workers(engine: Engine) -> str:
+    sizes = {"tp": engine.tensor_parallel, "pp": engine.pipeline_parallel, "dp": engine.data_parallel}
+    how = [f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tp"]
+    experts = ", whole experts on each" if engine.expert_parallel else ""
+    return f"{engine.num_workers} workers ({' x '.join(how)}{experts})"
 
 
 def _print_table(report: Report, found: PushForecast) -> None:

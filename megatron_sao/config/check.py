@@ -206,6 +206,14 @@ def _ports_are_free_of_each_other(engine: Engine, schedule: Schedule) -> Iterato
         yield f"schedule.port = {schedule.port} is one of the engines' ports {engine.port} to {last}; choose another"
 
 
+def _replicas_of_an_engine_share_something(engine: Engine) -> Iterator[str]:
+    if engine.data_parallel > 1 and not engine.expert_parallel:
+        yield (
+            f"engine.data_parallel = {engine.data_parallel} needs engine.expert_parallel = true: replicas of one server"
+            " share nothing but experts; without, use engine.count"
+        )
+
+
 def _arm_means_what_it_says(algo: Algo, sampling: Sampling, value: Value) -> Iterator[str]:
     sections = {"algo": algo, "sampling": sampling, "value": value}
     for path, meant in ARMS[algo.arm].items():
@@ -311,8 +319,11 @@ def _trainer_fills_its_nodes(placement: Placement, parallel: Parallel) -> Iterat
 
 
 def _engines_fill_their_nodes(placement: Placement, engine: Engine, parallel: Parallel) -> Iterator[str]:
-    p, width = placement, engine.tensor_parallel
+    p, width = placement, engine.num_workers
     workers, is_colocated = engine.count * width, p.mode == "colocated"
+    further = {"pipeline_parallel": engine.pipeline_parallel, "data_parallel": engine.data_parallel}
+    axes = {"tensor_parallel": engine.tensor_parallel} | {name: size for name, size in further.items() if size > 1}
+    names, sizes = " * ".join(axes), " * ".join(map(str, axes.values()))
     gpus = parallel.world_size if is_colocated else p.rollout_gpus
     per_node = p.trainer_gpus_per_node if is_colocated else p.rollout_gpus_per_node
     nodes = "trainer" if is_colocated else "rollout"
@@ -323,12 +334,12 @@ def _engines_fill_their_nodes(placement: Placement, engine: Engine, parallel: Pa
             else f"placement.rollout_nodes * rollout_gpus_per_node = {p.rollout_nodes} * {p.rollout_gpus_per_node}"
         )
         yield (
-            f"engine.count * tensor_parallel = {engine.count} * {width} = {workers}, but {there} = {gpus}; change"
+            f"engine.count * {names} = {engine.count} * {sizes} = {workers}, but {there} = {gpus}; change"
             " [engine] or [placement]"
         )
     if per_node and per_node % width:
         yield (
-            f"engine.tensor_parallel = {width} does not divide placement.{nodes}_gpus_per_node = {per_node}: an engine"
+            f"engine.{names} = {width} does not divide placement.{nodes}_gpus_per_node = {per_node}: an engine"
             " must not lie on two nodes; change either"
         )
 
@@ -349,6 +360,7 @@ _CHECKS: list[Callable[..., Iterator[str]]] = [
     _batch_divides,
     _in_flight_is_useful,
     _ports_are_free_of_each_other,
+    _replicas_of_an_engine_share_something,
     _arm_means_what_it_says,
     _value_model_can_learn,
     _value_loss_is_whole,

@@ -51,7 +51,7 @@ def _explained_numbers(cfg: Config) -> dict[str, tuple[int, str]]:
         "trainer_ranks": (p.world_size, "tp * pp * cp * dp: what torchrun must start"),
         "model_copies": (p.dp, "data-parallel copies of the model"),
         "expert_copies": (p.expert_dp, "copies of each expert: tp * cp * dp / (ep * etp)"),
-        "engine_workers": (cfg.engine.count * cfg.engine.tensor_parallel, "engines * tensor_parallel"),
+        "engine_workers": (cfg.engine.count * cfg.engine.num_workers, "engines * workers of each"),
         "trajectories_per_step": (batch, "trained by one step"),
         "prompts_per_step": (batch // cfg.sampling.rollouts_per_prompt, "different prompts among them"),
         "trajectories_per_model_copy": (_ceil(batch, p.dp), "of a step, at most"),

@@ -37,16 +37,16 @@ def device_index(local_rank: int, num_visible: int) -> int:
     return local_rank
 
 
-def engine_devices(visible: list[str], number: int, tensor_parallel: int) -> str:
+def engine_devices(visible: list[str], number: int, num_workers: int) -> str:
     """CUDA_VISIBLE_DEVICES of the engine `number` of this node: the engines share its GPUs in order, one a worker.
 
     Args:
         visible: the GPUs of all engines of this node.
         number: from 0, on this node.
-        tensor_parallel: workers of one engine.
+        num_workers: of one engine.
     Raises: ConfigError.
     """
-    first, end = number * tensor_parallel, (number + 1) * tensor_parallel
+    first, end = number * num_workers, (number + 1) * num_workers
     if end > len(visible):
         raise ConfigError(
             f"engine {number} of this node needs the GPUs {first} to {end - 1} of those that it may use, but these are"

@@ -66,8 +66,21 @@ def _faults(parallel: Parallel, engine: Engine, shape: Mapping[str, Any], names:
     num_layers = shape.get("num_hidden_layers")
     if isinstance(num_layers, int):
         faults += stage_faults(num_layers, parallel, called("num_hidden_layers"))
-    if parallel.ep > 1 and _expert_field(shape) is None:
+    expert_field = _expert_field(shape)
+    if parallel.ep > 1 and expert_field is None:
         faults.append(f"parallel.ep = {parallel.ep}, but the model has no experts; use 1")
+    if engine.expert_parallel and expert_field is None:
+        faults.append("engine.expert_parallel = true, but the model has no experts; use false")
+    elif expert_field and engine.num_expert_ranks > shape[expert_field]:
+        faults.append(
+            f"engine.tensor_parallel * data_parallel = {engine.num_expert_ranks} with engine.expert_parallel is more"
+            f" than {called(expert_field)} = {shape[expert_field]}; use fewer"
+        )
+    if isinstance(num_layers, int) and engine.pipeline_parallel > num_layers:
+        faults.append(
+            f"engine.pipeline_parallel = {engine.pipeline_parallel} is more than {called('num_hidden_layers')} ="
+            f" {num_layers}; use fewer"
+        )
     longest = shape.get("max_position_embeddings")
     if isinstance(longest, int) and engine.max_model_len > longest:
         faults.append(
@@ -92,7 +105,8 @@ def _splits(parallel: Parallel, engine: Engine, shape: Mapping[str, Any]) -> lis
     if expert_field:
         splits.append(("parallel.ep", parallel.ep, expert_field))
         splits.append(("parallel.etp", parallel.etp, "moe_intermediate_size"))
-        splits.append(("engine.tensor_parallel", engine.tensor_parallel, "moe_intermediate_size"))
+        if not engine.expert_parallel or shape.get("n_shared_experts"):
+            splits.append(("engine.tensor_parallel", engine.tensor_parallel, "moe_intermediate_size"))
         if shape.get("n_shared_experts"):  # their width is a multiple of an expert's
             splits.append(("parallel.tp", parallel.tp, "moe_intermediate_size"))
     return splits

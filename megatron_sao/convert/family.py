@@ -118,6 +118,7 @@ _SIGMOID_ROUTER = {
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),
 }
+_ROUTER_FIELDS = ("scoring_func", "topk_method")  # of families whose engine has a choice (vLLM 0.32, deepseek_v2.py)
 _MLA = _SIGMOID_ROUTER | _ALL_DIMS_ROTATED | {"attention_bias": (False,), "rope_interleave": (True,)}
 _YARN_TOO = {path: (*allowed, "yarn") for path, allowed in _PLAIN_ROPE.items()}
 _ONLY = {
@@ -172,6 +173,12 @@ def read_shape(hf_config: dict[str, Any]) -> ModelShape:
     if family in _WITH_ROUTER_BIAS:
         sizes |= _experts_with_router_bias(hf_config)
     if family in _WITH_MLA:
+        for name in _ROUTER_FIELDS:
+            if hf_config.get(name) is None:
+                raise CheckpointError(
+                    f"config.json lacks {name!r}: transformers computes the same without, vLLM takes another router;"
+                    f' add "{name}": "{_SIGMOID_ROUTER[name][0]}", which released folders of {family} have'
+                )
         sizes |= _latent_attention(hf_config)
     if family == "glm_moe_dsa":
         sizes["indexer"] = _indexer(hf_config, sizes["num_mtp_layers"])

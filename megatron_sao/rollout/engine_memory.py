@@ -7,6 +7,7 @@ and DeepseekV32IndexerCache. No torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -48,7 +49,10 @@ def worker_memory(config: Config, hf_config: dict[str, Any]) -> WorkerMemory:
         weights=max(_weights(expected_tensors(hf_config), layout, itemsize, quantized)),
         cache=engine.kv_cache_bytes,
         buckets=2 * config.push.bucket_bytes,
-        token_bytes=_token_bytes(shape, engine.tensor_parallel, itemsize),
+        token_bytes=max(
+            _token_bytes(shape, range(*layers), engine.tensor_parallel, itemsize)
+            for layers in pairwise(layout.stage_starts)
+        ),
     )
 
 
@@ -75,13 +79,13 @@ def _is_quantized(name: str, size: tuple[int, ...]) -> bool:
     return len(size) > 1 and name.startswith("model.layers.") and not name.endswith("mlp.gate.weight")
 
 
-def _token_bytes(shape: ModelShape, workers: int, itemsize: int) -> int:
-    """Of the cache, for one token of one worker."""
+def _token_bytes(shape: ModelShape, layers: range, workers: int, itemsize: int) -> int:
+    """Of the cache, for one token of one worker of a stage."""
     if not shape.mla:
         heads = -(-shape.num_kv_groups // workers)
-        return shape.num_layers * 2 * heads * shape.head_dim * itemsize
-    latent = shape.num_layers * (shape.mla.kv_rank + shape.mla.rope_dim) * itemsize  # whole on every worker
+        return len(layers) * 2 * heads * shape.head_dim * itemsize
+    latent = len(layers) * (shape.mla.kv_rank + shape.mla.rope_dim) * itemsize  # whole on every worker
     if not shape.indexer:
         return latent
     keys = shape.indexer.head_dim + 4 * (shape.indexer.head_dim // INDEX_BLOCK)
-    return latent + sum(map(shape.has_indexer, range(shape.num_layers))) * keys
+    return latent + sum(map(shape.has_indexer, layers)) * keys

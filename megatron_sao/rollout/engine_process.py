@@ -50,11 +50,19 @@ class EngineSettings:
     max_num_seqs: int = 64
     kv_cache_bytes: int = 64 * 2**20  # of one worker
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: bool = False
     num_threads: int = 1  # OpenMP threads of one worker
     seed: int = 0  # for requests that bring no seed of their own
     start_timeout_s: float = 240.0
     devices: str = ""  # CUDA_VISIBLE_DEVICES of the server; empty = as this program has it
     interface: str = ""  # network interface of gloo and NCCL; empty = they choose, on 127.0.0.1 "lo"
+
+    @property
+    def has_one_worker(self) -> bool:
+        """Whether the worker can live inside the server's own processes."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel == 1
 
 
 class EngineProcess:
@@ -81,14 +89,18 @@ class EngineProcess:
     def start(self) -> "EngineProcess":
         """Start the server and return at once; `wait_ready` waits.
 
-        Raises: CheckpointError for a bad model folder, EngineError for a port in use, ConfigError for FP8 on a CPU.
+        Raises: CheckpointError for a bad model folder, EngineError for a port in use, ConfigError for what vLLM's CPU
+            build cannot do.
         Effect: holds the port until the server is ready, so that no other program gets it while vLLM imports.
         """
-        if self.settings.quantization != "none" and is_cpu_build():
-            raise ConfigError(
-                f'engine.quantization = "{self.settings.quantization}" needs vLLM for CUDA, here is its CPU build; use'
-                ' "none"'
-            )
+        # Of vLLM 0.32's CPU build: no FP8 kernels without AMX; no all_gatherv between replicas (cpu_communicator.py).
+        for name, value, allowed in (
+            ("quantization", self.settings.quantization, "none"),
+            ("data_parallel", self.settings.data_parallel, 1),
+        ):
+            if value != allowed and is_cpu_build():
+                raise ConfigError(f"engine.{name} = {json.dumps(value)} needs vLLM for CUDA, here is its CPU build; use"
+                                  f" {json.dumps(allowed)}")
         shapes = check_model_folder(self.settings.model_folder)
         if not shapes:
             raise EngineError(f"the model folder {self.settings.model_folder} holds no tensors")
@@ -232,7 +244,9 @@ def engine_command(settings: EngineSettings, port: int) -> list[str]:
         "--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs),
         "--kv-cache-memory-bytes", str(settings.kv_cache_bytes),
         "--tensor-parallel-size", str(settings.tensor_parallel),
-        "--distributed-executor-backend", "uni" if settings.tensor_parallel == 1 else "mp",
+        "--pipeline-parallel-size", str(settings.pipeline_parallel),
+        "--data-parallel-size", str(settings.data_parallel),
+        "--distributed-executor-backend", "uni" if settings.has_one_worker else "mp",
         # Log-probs of the distribution that was sampled from (after temperature), which the importance ratio needs.
         "--logprobs-mode", "processed_logprobs",
         # Without this, top_p and top_k of the model's generation_config.json would silently shape every sample.
@@ -242,6 +256,8 @@ def engine_command(settings: EngineSettings, port: int) -> list[str]:
         "--worker-extension-cls", f"{PLUGIN}.WorkerExtension",
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
+    if settings.expert_parallel:
+        command.append("--enable-expert-parallel")
     if settings.quantization != "none":
         command += ["--quantization", settings.quantization]
     if is_cpu_build():
@@ -274,7 +290,7 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Lets one worker live inside the engine's process; else vLLM makes a third process for it: 10 s, 1 GB.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if settings.tensor_parallel == 1 else "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if settings.has_one_worker else "1",
         }
     return env
 

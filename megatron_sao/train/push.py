@@ -136,8 +136,8 @@ class Pusher:
         """Publish the current weights as `policy_version`; engines keep their requests and continue under it.
 
         Returns: seconds of pause, transfer, load and resume as the scheduler saw them, and the trainer's own.
-        Raises: ProtocolError when no engine could be brought to the version; TrainingError, before any engine is paused,
-            when a weight is not finite or cannot be read.
+        Raises: ProtocolError when no engine could be brought to the version; TrainingError, before any engine is
+            paused, when a weight is not finite or cannot be read.
         Collective: every rank of the world.
         """
         started = time.monotonic()

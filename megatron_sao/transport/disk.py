@@ -21,7 +21,7 @@ import torch
 from megatron_sao.errors import ProtocolError
 from megatron_sao.transport.group import WeightGroup
 from megatron_sao.transport.message import TRAILER_BYTES, MessageBuffer
-from megatron_sao.transport.plan import EVERY_KIND, Bucket, PushPlan, WireItem
+from megatron_sao.transport.plan import Bucket, PushPlan, WireItem
 from megatron_sao.transport.receiver import Arrival, NamedTensors, WeightReceiver
 from megatron_sao.transport.sender import Prepared, PushStatistics, WeightSender
 
@@ -113,7 +113,7 @@ class DiskReceiver(WeightReceiver):
         return [
             Arrival(number, bucket, is_first=False, relay=None, relay_root=0)
             for number, bucket in enumerate(plan.buckets)
-            if bucket.kind in (self.kind, EVERY_KIND)
+            if bucket.is_for(self.kind)
         ]
 
     def _load_all(

@@ -11,7 +11,7 @@ loaded. What is taken as free: filling a buffer while another one is sent, and c
 
 from dataclasses import dataclass
 
-from megatron_sao.transport.plan import EVERY_KIND, PushPlan
+from megatron_sao.transport.plan import PushPlan
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def forecast(plan: PushPlan, *, num_engines: int, link: Link, piece_s: float = 0
         size, rank, root = bucket.num_bytes, bucket.src_rank, workers[first]
         seconds = link.seconds(size)
         arrived = rank_free[rank] = max(rank_free[rank], root.can_open, root.loaded_before) + seconds
-        takers = workers if bucket.kind == EVERY_KIND else workers[bucket.kind :: kinds]
+        takers = [workers[number] for number in plan.workers_of(bucket.kinds, num_engines)]
         over = arrived
         if len(takers) > 1:
             over = max(arrived, *(worker.is_free for worker in takers)) + seconds
@@ -87,7 +87,7 @@ def forecast(plan: PushPlan, *, num_engines: int, link: Link, piece_s: float = 0
             worker.loaded = max(worker.loaded, over) + len(bucket.items) * piece_s
         sent_bytes[rank] += size
         num_sent[rank] += 1
-        for kind in range(kinds) if bucket.kind == EVERY_KIND else [bucket.kind]:
+        for kind in bucket.kinds or range(kinds):
             received_bytes[kind] += size
             num_received[kind] += 1
             num_loaded[kind] += len(bucket.items)

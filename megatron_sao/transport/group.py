@@ -96,7 +96,7 @@ class WeightGroup:
         Collective: every rank of the group calls this with equally sized, contiguous tensors.
         Raises: ProtocolError as `broadcast` does.
         """
-        self._start(lambda: self._backend.allreduce([tensor], dist.AllreduceOptions()), "a sum over all ranks").wait()
+        self._start(lambda backend: backend.allreduce([tensor], dist.AllreduceOptions()), "a sum over all ranks").wait()
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
         """One row of integers from every rank, in rank order.

@@ -25,7 +25,7 @@ class Handshake:
         if num_workers <= 0 or num_workers % plan.engine.num_workers:
             raise ConfigError(
                 f"a weight group of {group.world_size} does not hold the {plan.num_trainer_ranks} trainer ranks of the "
-                f"plan and whole engines of {plan.engine.num_workers} workers (engine.tensor_parallel)"
+                f"plan and whole engines of {plan.engine.num_workers} workers ([engine])"
             )
         self.num_engines = num_workers // plan.engine.num_workers
         self.plan_hash = plan.hash  # once: of a large plan it takes a while

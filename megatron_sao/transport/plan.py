@@ -2,10 +2,11 @@
 
 Owns: `WireItem`, `Bucket`, `PushPlan`, `make_plan`. Invariants:
 - made once, identical on every trainer rank and in every engine; only its hash travels with a push;
-- every element of every tensor belongs to exactly one rank, and reaches each kind of worker that loads it exactly once;
-- a rank sends an element once, or once for each kind where several kinds but not all load it (shared KV heads);
-- buckets run layer by layer (embeddings, layer 0, 1, ..., head), so that an engine never holds many half-filled layers;
-- within a layer the ranks take turns and each begins with another kind, so that neighbours in the order can travel at
+- every element of every tensor belongs to exactly one rank, which sends it once, and reaches each kind of worker that
+  loads it exactly once;
+- buckets run layer by layer (embeddings, layer 0, 1, ..., head; the stages of an engine take turns), so that a worker
+  never holds many half-filled layers;
+- within a layer each rank goes on to those workers that are free first, so that neighbours in the order can travel at
   the same time;
 - the number of engines is no part of it: engines may come and go between pushes.
 No torch: a laptop, the scheduler and the planner of a large run import this.
@@ -14,6 +15,8 @@ No torch: a laptop, the scheduler and the planner of a large run import this.
 import hashlib
 import math
 import zlib
+from bisect import bisect_right
+from heapq import heapify, heappop, heappush
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -21,7 +24,7 @@ import msgspec
 from megatron_sao.errors import ProtocolError
 from megatron_sao.transport.engine_layout import WHOLE, EngineLayout, Parts, parts_of
 
-EVERY_KIND = -1  # Bucket.kind of what all workers of an engine load
+EVERY_KIND = ()  # Bucket.kinds of what all workers of an engine load
 PIECE_BYTES = 16 * 2**20  # no item is larger, unless a single row is
 ALIGNMENT_BYTES = 16  # an item starts at a multiple of this, so that its bytes can be viewed as any dtype
 
@@ -63,7 +66,7 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
 
     src_rank: int
     items: tuple[WireItem, ...]
-    kind: int = EVERY_KIND  # of the workers that load it
+    kinds: tuple[int, ...] = EVERY_KIND  # of the workers that load it, in ascending order
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -78,6 +81,10 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True):
     def num_bytes(self) -> int:
         """Size of the buffer, gaps included."""
         return sum(_aligned(item.num_bytes) for item in self.items)
+
+    def is_for(self, kind: int) -> bool:
+        """Whether workers of this kind load it."""
+        return not self.kinds or kind in self.kinds
 
 
 class PushPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -105,13 +112,13 @@ class PushPlan(msgspec.Struct, frozen=True, array_like=True):
 
     def received_bytes(self, kind: int) -> int:
         """What one worker of that kind takes in one push."""
-        return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind in (kind, EVERY_KIND))
+        return sum(bucket.num_bytes for bucket in self.buckets if bucket.is_for(kind))
 
     def needed_rows(self, kind: int) -> dict[str, int]:
         """HF name -> number of rows (1 for a whole tensor) that reach a worker of that kind."""
         rows: dict[str, int] = {}
         for bucket in self.buckets:
-            if bucket.kind in (kind, EVERY_KIND):
+            if bucket.is_for(kind):
                 for item in bucket.items:
                     start, end = item.interval
                     rows[item.name] = rows.get(item.name, 0) + end - start
@@ -120,17 +127,22 @@ class PushPlan(msgspec.Struct, frozen=True, array_like=True):
     def first_workers(self, num_engines: int) -> list[int]:
         """For each bucket, the worker that its rank sends it to; that worker passes it on to its peers.
 
-        Workers count over all engines: worker = engine * num_workers + kind. Engines take turns, so that each passes on
-        the same share.
+        Workers count over all engines: worker = engine * num_workers + kind. Engines take turns, then the kinds that
+        load it do, so that each passes on the same share.
         """
         workers = self.engine.num_workers
-        counts = {kind: 0 for kind in range(EVERY_KIND, workers)}
+        counts: dict[tuple[int, ...], int] = {}
         found = []
         for bucket in self.buckets:
-            turn, counts[bucket.kind] = counts[bucket.kind], counts[bucket.kind] + 1
-            kind = bucket.kind if bucket.kind != EVERY_KIND else turn // num_engines % workers
-            found.append(turn % num_engines * workers + kind)
+            turn = counts[bucket.kinds] = counts.get(bucket.kinds, -1) + 1
+            kinds = bucket.kinds or range(workers)
+            found.append(turn % num_engines * workers + kinds[turn // num_engines % len(kinds)])
         return found
+
+    def workers_of(self, kinds: tuple[int, ...], num_engines: int) -> list[int]:
+        """The workers of all engines that load a bucket for `kinds`, counted as in `first_workers`."""
+        workers = self.engine.num_workers
+        return [engine * workers + kind for engine in range(num_engines) for kind in kinds or range(workers)]
 
     @property
     def max_bucket_bytes(self) -> int:
@@ -186,21 +198,18 @@ def make_plan(
         faults += name_faults(sent, expected_shapes, excluded)
     if faults:
         raise ProtocolError("the push plan does not cover the model exactly once:\n" + first_lines(faults))
-    # layer -> rank -> kind -> items
-    layers: dict[tuple[int, int], dict[int, dict[int, list[WireItem]]]] = {}
+    layers: dict[tuple[int, int], _Layer] = {}
     for rank, items in enumerate(slices_by_rank):
         for item in items:
             of_rank = layers.setdefault(layer_key(item.name), {}).setdefault(rank, {})
-            for kind, piece in _cut(item, engine, min(PIECE_BYTES, bucket_bytes)):
-                of_rank.setdefault(kind, []).append(piece)
+            for kinds, piece in _cut(item, engine, min(PIECE_BYTES, bucket_bytes)):
+                of_rank.setdefault(kinds, []).append(piece)
     buckets: list[Bucket] = []
-    for round_layers in _rounds(layers, bucket_bytes):
-        turns = [
-            (turn, rank, bucket)
-            for rank in range(len(slices_by_rank))
-            for turn, bucket in enumerate(_buckets_of_rank(rank, round_layers, engine.num_workers, bucket_bytes))
-        ]
-        buckets += [bucket for _, _, bucket in sorted(turns, key=lambda entry: entry[:2])]
+    in_turns = [layers[key] for key in sorted(layers, key=lambda key: _turn_of_stages(key, engine))]
+    order = _Order(len(slices_by_rank), engine.num_workers)
+    for round_layers in _rounds(in_turns, bucket_bytes):
+        ranks = range(len(slices_by_rank))
+        buckets += order.of([_buckets_of_rank(rank, round_layers, bucket_bytes) for rank in ranks])
     return PushPlan(tuple(buckets), len(slices_by_rank), excluded, engine)
 
 
@@ -237,6 +246,14 @@ def first_lines(lines: Sequence[str], limit: int = 8) -> str:
     if len(lines) > limit:
         shown.append(f"  ... and {len(lines) - limit} more")
     return "\n".join(shown)
+
+
+def _turn_of_stages(key: tuple[int, int], engine: EngineLayout) -> tuple[int, int, int]:
+    """Sorts layers so that each stage of an engine gets its first one, then its second one, and so on."""
+    group, layer = key
+    starts = engine.stage_starts
+    stage = bisect_right(starts, layer, hi=len(starts) - 1) - 1
+    return (group, layer - starts[stage], stage)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -294,34 +311,31 @@ def _coverage_faults(slices_by_rank: Sequence[Sequence[WireItem]]) -> list[str]:
     return sorted(faults)
 
 
-def _cut(item: WireItem, engine: EngineLayout, piece_bytes: int) -> Iterator[tuple[int, WireItem]]:
-    """The pieces of an owned item, each with the kind of worker that it goes to."""
-    parts = parts_of(item.name, item.full_shape, engine)
-    if parts is not None and parts.dim != WHOLE and item.dim not in (WHOLE, parts.dim):
-        parts = None  # owned in rows, loaded in columns: every worker gets the rows and takes its columns
-    for interval, kinds in _intervals(item, parts, engine.num_workers):
+def _cut(item: WireItem, engine: EngineLayout, piece_bytes: int) -> Iterator[tuple[tuple[int, ...], WireItem]]:
+    """The pieces of an owned item, each with the kinds of worker that it goes to."""
+    for interval, kinds in _intervals(item, parts_of(item.name, item.full_shape, engine)):
+        # Rows that no kind is said to load go to all: the table is then no argument for leaving something out.
+        is_for_all = len(kinds) in (0, engine.num_workers)
         for piece in _pieces(interval, piece_bytes):
-            for kind in kinds:
-                yield kind, piece
+            yield EVERY_KIND if is_for_all else kinds, piece
 
 
-def _intervals(item: WireItem, parts: Parts | None, num_workers: int) -> Iterator[tuple[WireItem, Sequence[int]]]:
+def _intervals(item: WireItem, parts: Parts | None) -> Iterator[tuple[WireItem, tuple[int, ...]]]:
     """The item cut where the parts of the kinds begin and end, each cut with its kinds."""
     if parts is None:
-        yield item, (EVERY_KIND,)
+        yield item, EVERY_KIND
         return
-    if parts.dim == WHOLE:
-        owners = [kind for kind, (_, end) in enumerate(parts.rows) if end]
-        yield item, owners if 0 < len(owners) < num_workers else (EVERY_KIND,)
+    if parts.dim == WHOLE or item.dim not in (WHOLE, parts.dim):
+        # Where it is owned in rows and loaded in columns, a worker gets the rows and takes its columns.
+        yield item, tuple(kind for kind, (first, last) in enumerate(parts.rows) if first < last)
         return
     low, high = (0, item.full_shape[parts.dim]) if item.dim == WHOLE else item.interval
     bounds = sorted({low, high, *(row for rows in parts.rows for row in rows if low < row < high)})
     for start, end in zip(bounds, bounds[1:]):
-        kinds = [kind for kind, (first, last) in enumerate(parts.rows) if first <= start and end <= last]
+        kinds = tuple(kind for kind, (first, last) in enumerate(parts.rows) if first <= start and end <= last)
         is_item = (start, end) == (low, high)
         cut = item if is_item else WireItem(item.name, item.dtype, item.full_shape, parts.dim, start, end - start)
-        # Rows that no kind is said to load go to all: the table is then no argument for leaving something out.
-        yield cut, kinds if 0 < len(kinds) < num_workers else (EVERY_KIND,)
+        yield cut, kinds
 
 
 def _pieces(item: WireItem, piece_bytes: int) -> Iterator[WireItem]:
@@ -336,30 +350,71 @@ def _pieces(item: WireItem, piece_bytes: int) -> Iterator[WireItem]:
         yield WireItem(item.name, item.dtype, item.full_shape, dim, low, min(step, end - low))
 
 
-def _rounds(
-    layers: Mapping[tuple[int, int], dict[int, dict[int, list[WireItem]]]], bucket_bytes: int
-) -> list[list[dict[int, dict[int, list[WireItem]]]]]:
+# What is sent of a layer: by rank, and then by the kinds that load it.
+_Layer = dict[int, dict[tuple[int, ...], list[WireItem]]]
+
+
+def _rounds(layers: Sequence[_Layer], bucket_bytes: int) -> list[list[_Layer]]:
     """Runs of neighbouring layers, each of at most `bucket_bytes` over all ranks (one layer at least)."""
-    rounds: list[list] = []
+    rounds: list[list[_Layer]] = []
     filled = 0
-    for key in sorted(layers):
-        size = sum(_aligned(i.num_bytes) for kinds in layers[key].values() for items in kinds.values() for i in items)
+    for layer in layers:
+        size = sum(_aligned(i.num_bytes) for kinds in layer.values() for items in kinds.values() for i in items)
         if not rounds or filled + size > bucket_bytes:
             rounds.append([])
             filled = 0
-        rounds[-1].append(layers[key])
+        rounds[-1].append(layer)
         filled += size
     return rounds
 
 
-def _buckets_of_rank(
-    rank: int, layers: Sequence[Mapping[int, Mapping[int, list[WireItem]]]], num_workers: int, bucket_bytes: int
-) -> list[Bucket]:
-    """What one rank sends of a round, beginning with another kind than its neighbour."""
+class _Order:
+    """Brings the buckets of round after round into the order in which they would travel fastest.
+
+    A bucket keeps its rank and its workers busy for as long as it has bytes. What many workers load comes first, since
+    it needs all of them free at once. Then each rank that is free sends to the workers that are free earliest; without
+    this, those that wait for a rank with something small for everybody would wait for its longest message to others.
+    """
+
+    def __init__(self, num_ranks: int, num_kinds: int):
+        self._rank_free, self._kind_free = [0] * num_ranks, [0] * num_kinds
+
+    def of(self, by_rank: Sequence[Sequence[Bucket]]) -> list[Bucket]:
+        """The next round's buckets. Args: by_rank: what each rank sends of it."""
+        begun: list[tuple[int, int, Bucket]] = []
+        sizes = {self._num_kinds(bucket) for buckets in by_rank for bucket in buckets}
+        for size in sorted(sizes, reverse=True):
+            waiting = [[bucket for bucket in buckets if self._num_kinds(bucket) == size] for buckets in by_rank]
+            free = [(self._rank_free[rank], rank) for rank, buckets in enumerate(waiting) if buckets]
+            heapify(free)
+            while free:
+                _, rank = heappop(free)
+                starts = [self._start(bucket) for bucket in waiting[rank]]
+                bucket = waiting[rank].pop(starts.index(min(starts)))
+                start = self._start(bucket)
+                begun.append((start, rank, bucket))
+                self._rank_free[rank] = start + bucket.num_bytes
+                for kind in bucket.kinds or range(len(self._kind_free)):
+                    self._kind_free[kind] = self._rank_free[rank]
+                if waiting[rank]:
+                    heappush(free, (self._rank_free[rank], rank))
+        return [bucket for _, _, bucket in sorted(begun, key=lambda one: one[:2])]
+
+    def _num_kinds(self, bucket: Bucket) -> int:
+        return len(bucket.kinds) or len(self._kind_free)
+
+    def _start(self, bucket: Bucket) -> int:
+        kinds = bucket.kinds or range(len(self._kind_free))
+        return max(self._rank_free[bucket.src_rank], *(self._kind_free[kind] for kind in kinds))
+
+
+def _buckets_of_rank(rank: int, layers: Sequence[_Layer], bucket_bytes: int) -> list[Bucket]:
+    """What one rank sends of a round."""
+    some = sorted({kinds for layer in layers for kinds in layer.get(rank, ())})
     found = []
-    for kind in [EVERY_KIND, *((rank + turn) % num_workers for turn in range(num_workers))]:
-        items = sorted((i for layer in layers for i in layer.get(rank, {}).get(kind, ())), key=_wire_order)
-        found += [Bucket(rank, tuple(chunk), kind) for chunk in _chunks(items, bucket_bytes)]
+    for kinds in some:
+        items = sorted((i for layer in layers for i in layer.get(rank, {}).get(kinds, ())), key=_wire_order)
+        found += [Bucket(rank, tuple(chunk), kinds) for chunk in _chunks(items, bucket_bytes)]
     return found
 
 

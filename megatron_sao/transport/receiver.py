@@ -29,7 +29,7 @@ from megatron_sao.errors import ConfigError, ProtocolError
 from megatron_sao.transport.group import Transfer, WeightGroup
 from megatron_sao.transport.handshake import Handshake
 from megatron_sao.transport.message import MessageBuffer
-from megatron_sao.transport.plan import EVERY_KIND, WHOLE, Bucket, PushPlan, WireItem, first_lines
+from megatron_sao.transport.plan import WHOLE, Bucket, PushPlan, WireItem, first_lines
 from megatron_sao.transport.sender import connect
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -259,20 +259,17 @@ class WeightReceiver:
 
 def _arrivals(group: WeightGroup, plan: PushPlan, worker: int, num_engines: int) -> list[Arrival]:
     """The buckets that one worker gets. Collective: every worker of every engine."""
-    workers = plan.engine.num_workers
-    kind = worker % workers
-    ranks = range(plan.num_trainer_ranks, group.world_size)
-    everybody = group.subgroup("workers", ranks)
-    # With one kind, the peers are all workers.
-    peers = everybody if workers == 1 else group.subgroup(f"kind {kind}", ranks[kind::workers])
-    first = plan.first_workers(num_engines)
+    kind = worker % plan.engine.num_workers
+    relays: dict[tuple[int, ...], tuple[list[int], WeightGroup | None]] = {}
+    for kinds in sorted({bucket.kinds for bucket in plan.buckets if bucket.is_for(kind)}):  # everybody in one order
+        peers = plan.workers_of(kinds, num_engines)
+        ranks = [plan.num_trainer_ranks + peer for peer in peers]
+        relays[kinds] = peers, group.subgroup(f"workers {' '.join(map(str, kinds)) or 'all'}", ranks)
     found = []
-    for number, bucket in enumerate(plan.buckets):
-        if bucket.kind in (kind, EVERY_KIND):
-            is_for_all = bucket.kind == EVERY_KIND
-            relay = everybody if is_for_all else peers
-            root = first[number] if is_for_all else first[number] // workers  # peers count by engine
-            found.append(Arrival(number, bucket, first[number] == worker, relay, root))
+    for number, (bucket, first) in enumerate(zip(plan.buckets, plan.first_workers(num_engines), strict=True)):
+        if bucket.is_for(kind):
+            peers, relay = relays[bucket.kinds]
+            found.append(Arrival(number, bucket, first == worker, relay, peers.index(first)))
     return found
 
 

@@ -14,11 +14,13 @@ Invariants:
 """
 
 import base64
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.utils import get_pp_indices
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,11 +28,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from megatron_sao.errors import CheckpointError, ProtocolError
@@ -87,6 +92,62 @@ def _let_an_update_start_again() -> None:
         start(self, *arguments, **options)
 
     Worker._start_weight_update = start_again
+
+
+def _let_a_cpu_compute_with_experts_of_its_own() -> None:
+    """In a worker process on a CPU: expert parallelism, with the numbers that experts have on this worker.
+
+    Symptom without it: a segmentation fault in the first step, which the engine reports as "cancelled" (vLLM 0.32,
+    experts/cpu_moe.py: `apply` leaves `expert_map` out, and the kernel takes the model's numbers for the worker's). Can
+    go when it uses the map.
+    """
+    apply = CPUUnquantizedExperts.apply
+    signature = inspect.signature(apply)
+
+    def apply_own(*given: Any, **named: Any) -> None:
+        bound = signature.bind(*given, **named).arguments
+        expert_map = bound["expert_map"]
+        if expert_map is not None:
+            own = expert_map[bound["topk_ids"].long()]
+            bound["topk_weights"] = bound["topk_weights"].masked_fill(own < 0, 0)
+            bound["topk_ids"] = own.clamp(min=0).to(bound["topk_ids"].dtype)
+        apply(**bound)
+
+    CPUUnquantizedExperts.apply = apply_own
+
+
+def _let_later_stages_run_without_a_warm_up() -> None:
+    """In a worker process: pipeline parallelism on a CPU.
+
+    Symptom without it: an AssertionError in the first step. The buffers that take what the stage before sends are made
+    in the warm-up, which a CPU that compiles nothing leaves out (vLLM 0.32, cpu_worker.py, gpu_model_runner.py). Can
+    go when they are made elsewhere.
+    """
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def made_and_gathered(self: GPUModelRunner, *given: Any, **named: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *given, **named)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = made_and_gathered
+
+
+def _let_a_cpu_rotate_parts_of_a_tensor() -> None:
+    """In a worker process on a CPU: rotary positions of latent attention (MLA), whose queries are part of a tensor.
+
+    Symptom without it: log-probs of deepseek_v3 are off by some hundredths, and others with other tensor parallelism.
+    The kernel takes its tensors for contiguous (vLLM 0.32, rotary_embedding/base.py). Can go when it does not.
+    """
+    rotate = RotaryEmbedding.forward_cpu
+
+    def rotate_any(self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: Any = None) -> Any:
+        is_whole = query.is_contiguous() and (key is None or key.is_contiguous())
+        return rotate(self, positions, query, key) if is_whole else self.forward_native(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate_any
 
 
 def register() -> None:
@@ -307,17 +368,28 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
 
     def _check_layout(self, layout: EngineLayout) -> None:
         """The plan must be made for engines as this one is: a worker of another kind would get the wrong rows."""
-        config, rank = self.parallel_config, get_tensor_model_parallel_rank()
-        faults = []
-        if config.world_size != config.tensor_parallel_size or config.rank != rank:
-            faults.append(f"worker {config.rank} of {config.world_size} has tensor-parallel rank {rank} of "
-                          f"{config.tensor_parallel_size}; only tensor-parallel engines can take a push")
-        if config.tensor_parallel_size != layout.num_workers:
-            faults.append(f"this engine has {config.tensor_parallel_size} workers, the plan {layout.num_workers} "
-                          "(engine.tensor_parallel)")
-        if layout.num_workers > 1 and bool(config.enable_expert_parallel) != layout.expert_parallel:
-            faults.append(f"expert parallelism is {config.enable_expert_parallel} here, {layout.expert_parallel} in "
-                          "the plan")
+        config, stages = self.parallel_config, get_pp_group()
+        faults = [
+            f"{name} is {here} here, {planned} in the plan (engine.{name})"
+            for name, here, planned in (
+                ("tensor_parallel", config.tensor_parallel_size, layout.tensor_parallel),
+                ("pipeline_parallel", config.pipeline_parallel_size, layout.pipeline_parallel),
+                ("data_parallel", config.data_parallel_size, layout.data_parallel),
+                ("expert_parallel", bool(config.enable_expert_parallel), layout.expert_parallel),
+            )
+            if here != planned
+        ]
+        rank = stages.rank_in_group * config.tensor_parallel_size + get_tensor_model_parallel_rank()
+        if config.rank != rank or config.world_size != config.tensor_parallel_size * config.pipeline_parallel_size:
+            faults.append(f"worker {config.rank} of {config.world_size} has the place {rank} of stages and tensor "
+                          "parallel ranks: there is an axis that no plan knows")
+        if config.enable_expert_parallel and (config.enable_eplb or config.expert_placement_strategy != "linear"):
+            faults.append("experts do not stand in their order here (expert_placement_strategy, enable_eplb)")
+        if layout.pipeline_parallel > 1 and not faults:
+            here = get_pp_indices(layout.num_layers, stages.rank_in_group, stages.world_size)
+            planned = tuple(layout.stage_starts[stages.rank_in_group :][:2])
+            if here != planned:
+                faults.append(f"stage {stages.rank_in_group} has the layers {here} here, {planned} in the plan")
         if faults:
             raise ProtocolError("the push plan does not fit the layout of this engine: " + "; ".join(faults))
 
@@ -372,4 +444,7 @@ class SaoWeightTransferEngine(WeightTransferEngine[SaoInitInfo, SaoUpdateInfo]):
 
 _let_the_last_worker_report()
 _let_an_update_start_again()
+_let_a_cpu_compute_with_experts_of_its_own()
+_let_later_stages_run_without_a_warm_up()
+_let_a_cpu_rotate_parts_of_a_tensor()
 register()

@@ -244,7 +244,7 @@ def test_the_push_of_744b_parameters_is_balanced_and_planned_by_one_small_proces
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, text
-    assert "256 trainer ranks" in text and "16 engines of 8 workers; 400 Gb/s" in text
+    assert "256 trainer ranks" in text and "16 engines of 8 workers (tp 8, whole experts on each); 400 Gb/s" in text
     assert 1 <= float(re.search(r"most loaded / mean = ([\d.]+)", text)[1]) <= 1.15
     assert usage.ru_maxrss * 1024 < 8e9 and usage.ru_utime + usage.ru_stime < 120
     print(f"{usage.ru_utime + usage.ru_stime:.0f} s, {usage.ru_maxrss / 2**20:.1f} GiB\n{text}")

@@ -122,6 +122,34 @@ def test_the_engines_must_fit_the_model_too():
 @pytest.mark.parametrize(
     "overrides, expected",
     [
+        (["engine.expert_parallel=true"], ""),
+        (["engine.expert_parallel=true", "engine.tensor_parallel=2", "engine.data_parallel=4"], ""),
+        (["engine.pipeline_parallel=49"], "engine.pipeline_parallel = 49 is more than the model's num_hidden_layers ="),
+        (
+            ["engine.expert_parallel=true", "engine.tensor_parallel=4", "engine.data_parallel=64"],
+            "engine.tensor_parallel * data_parallel = 256 with engine.expert_parallel is more than the model's num_exp",
+        ),
+    ],
+)
+def test_the_workers_of_an_engine_must_fit_the_model(overrides, expected):
+    cfg = load_config(None, ["model.path=m", "warm_start.enabled=false", *overrides])
+    if not expected:
+        check_model_fits(cfg, MOE)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_model_fits(cfg, MOE)
+    assert expected in str(caught.value)
+
+
+def test_experts_of_engines_need_a_model_that_has_some():
+    cfg = load_config(None, ["model.path=m", "warm_start.enabled=false", "engine.expert_parallel=true"])
+    with pytest.raises(ConfigError, match="engine.expert_parallel = true, but the model has no experts; use false"):
+        check_model_fits(cfg, {key: value for key, value in MOE.items() if "experts" not in key})
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
         (["parallel.tp=3"], "parallel.tp = 3 does not divide warm_start.heads = 4; use 1, 2 or 4"),
         (["parallel.tp=4"], "parallel.tp = 4 does not divide warm_start.kv_heads = 2; use 1 or 2"),
         (["parallel.pp=3"], "parallel.pp = 3 does not divide warm_start.layers = 4; use 1, 2 or 4"),
@@ -395,6 +423,11 @@ def test_a_placement_that_fits_is_accepted(overrides):
             placed((16, 1), NOT_SAID, COLOCATED, engines=8),
             "engine.tensor_parallel = 2 does not divide placement.trainer_gpus_per_node = 1",
         ),
+        (
+            placed((2, 8), (1, 8), "engine.pipeline_parallel=2"),
+            "engine.count * tensor_parallel * pipeline_parallel = 4 * 2 * 2 = 16, but placement",
+        ),
+        (["engine.data_parallel=2"], "engine.data_parallel = 2 needs engine.expert_parallel = true"),
         (placed((2, 8), (1, 8), COLOCATED, engines=8), "placement.rollout_nodes = 1 has no effect with"),
         (placed((2, 8), NOT_SAID, COLOCATED, OWN_RANKS, engines=8), "choose one of them"),
         (

@@ -217,6 +217,19 @@ def test_weights_are_quantised_on_arrival_only_where_vllm_can(settings, monkeypa
         EngineProcess(fp8).start()
 
 
+def test_what_replicas_need_is_asked_for_only_where_vllm_can(settings, monkeypatch):
+    wide = replace(settings, tensor_parallel=2, pipeline_parallel=2, data_parallel=2, expert_parallel=True)
+    command = engine_command(wide, 1234)
+    pairs = dict(zip(command, command[1:]))
+    assert [pairs[f"--{axis}-parallel-size"] for axis in ("tensor", "pipeline", "data")] == ["2"] * 3
+    assert "--enable-expert-parallel" in command and pairs["--distributed-executor-backend"] == "mp"
+    one = engine_command(settings, 1234)
+    assert "--enable-expert-parallel" not in one and one[one.index("--distributed-executor-backend") + 1] == "uni"
+    monkeypatch.setattr(engine_process, "is_cpu_build", lambda: True)
+    with pytest.raises(ConfigError, match="engine.data_parallel = 2 needs vLLM for CUDA, here is its CPU build; use 1"):
+        EngineProcess(wide).start()
+
+
 def test_the_environment_finds_this_clone_first_and_never_the_network(settings, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")

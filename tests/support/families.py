@@ -36,6 +36,8 @@ _SIGMOID_MOE = dict(
     norm_topk_prob=True,
     routed_scaling_factor=2.5,
 )
+# transformers knows one router for these families, vLLM several: released folders say which.
+_ROUTER = dict(scoring_func="sigmoid", topk_method="noaux_tc")
 _MLA = dict(
     num_key_value_heads=4,
     q_lora_rank=48,
@@ -79,12 +81,13 @@ _SHAPES: dict[str, dict[str, Any]] = {
     },
     # 4 experts per token out of 2 groups: the router of transformers judges a group by its best two.
     "deepseek_v3": {
-        **_COMMON, **_SIGMOID_MOE, **_MLA, **_ROPE,
+        **_COMMON, **_SIGMOID_MOE, **_ROUTER, **_MLA, **_ROPE,
         "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
     },  # fmt: skip
     # 8 indexer heads: with fewer, scores of exactly 0 tie and the choice among them is nobody's.
     "glm_moe_dsa": {
-        **_COMMON, **_SIGMOID_MOE, **_MLA, **_ROPE, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 8,
+        **_COMMON, **_SIGMOID_MOE, **_ROUTER, **_MLA, **_ROPE,
+        "index_n_heads": 8, "index_head_dim": 16, "index_topk": 8,
     },  # fmt: skip
 }
 FAMILIES = tuple(_SHAPES)

@@ -62,7 +62,9 @@ class Weights:
         self._by_tag = by_tag
         self.tag = TAGS[0]
         self.shapes = {name: tuple(tensor.shape) for name, tensor in by_tag[self.tag].items()}
-        self.shape = SimpleNamespace(mla=None, num_kv_groups=2, num_experts=8)
+        self.shape = SimpleNamespace(
+            family="qwen3_moe", mla=None, num_kv_groups=2, num_experts=8, num_layers=4, is_tied=False
+        )
         self.slices_by_rank: list[list[WeightSlice]] = [[] for _ in range(NUM_TRAINERS)]
         for number, (name, shape) in enumerate(sorted(self.shapes.items())):
             is_cut = "_proj" in name and ".experts." not in name

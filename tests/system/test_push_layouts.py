@@ -1,4 +1,4 @@
-"""Pushes from real Megatron trainers in several layouts into real vLLM servers of one and of two workers.
+"""Pushes from real Megatron trainers in several layouts into real vLLM servers in several layouts.
 
 Each server starts from the folder NEW, which gives what freshly loaded weights compute. Then trainers push OTHER, which
 must differ, and NEW again, which must agree to the last bit.
@@ -6,8 +6,11 @@ must differ, and NEW again, which must agree to the last bit.
 
 import asyncio
 import base64
+import os
 import shutil
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.config import load_config
-from megatron_sao.errors import EngineError
+from megatron_sao.errors import EngineError, ProtocolError
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.models.weights import load_weights, policy_shapes
 from megatron_sao.parallel.exchange import broadcast_object
@@ -28,14 +31,17 @@ from megatron_sao.transport import engine_layout
 from megatron_sao.transport.group import host_store, weight_group
 from megatron_sao.transport.plan import encode_plan
 from megatron_sao.transport.sender import WeightSender
+from tests.support.families import make_family_folder
 from tests.support.ranks import run_ranks
 
 TIMEOUT_S = 90.0
-LAYOUTS = {
-    "tp2": (2, dict(tp=2)),
-    "pp2": (2, dict(pp=2)),
-    "ep2": (2, dict(dp=2, ep=2)),
-    "tp2-ep2": (4, dict(tp=2, dp=2, ep=2)),
+FAMILY_FIELDS = dict(kv_lora_rank=512, qk_rope_head_dim=64)  # the one size that vLLM's CPU kernel for MLA takes
+TP2, PP2, EP2, TP2_EP2 = dict(tp=2), dict(pp=2), dict(dp=2, ep=2), dict(tp=2, dp=2, ep=2)
+SERVERS = {  # family, [engine], what trainers push to it
+    "1-worker": ("qwen3_moe", {}, (TP2, PP2, EP2, TP2_EP2)),
+    "2-workers": ("qwen3_moe", dict(tensor_parallel=2), (TP2, PP2, EP2, TP2_EP2)),
+    "4-workers": ("qwen3_moe", dict(tensor_parallel=2, pipeline_parallel=2, expert_parallel=True), (TP2_EP2,)),
+    "latent-attention": ("deepseek_v3", dict(tensor_parallel=2, expert_parallel=True), (TP2,)),
 }
 PROMPTS = [[5, 40 + i, 41, 30, 60, 7 * i + 3] for i in range(4)]
 
@@ -43,9 +49,11 @@ PROMPTS = [[5, 40 + i, 41, 30, 60, 7 * i + 3] for i in range(4)]
 class Server:
     """A running server, what its first weights compute, and the versions it has been given."""
 
-    def __init__(self, engine: EngineProcess, num_workers: int):
-        self.url, self.num_workers, self.version = engine.url, num_workers, 0
-        self.fresh = asyncio.run(outputs(engine.url))
+    def __init__(self, process: EngineProcess, name: str, layout: dict, trainers: tuple, folders: dict):
+        self.process, self.url, self.name, self.version = process, process.url, name, 0
+        self.layout, self.trainers, self.folders = layout, trainers, folders
+        self.num_workers = layout.get("tensor_parallel", 1) * layout.get("pipeline_parallel", 1)
+        self.fresh = asyncio.run(outputs(process.url))
 
 
 async def outputs(url: str) -> list:
@@ -64,28 +72,32 @@ async def outputs(url: str) -> list:
 
 @pytest.fixture(scope="module")
 def folders(tiny_folder, tmp_path_factory):
-    """NEW and OTHER: the tiny model with all its tensors moved by random amounts."""
-    root, found = tmp_path_factory.mktemp("layouts"), {}
-    for name, seed in (("NEW", 11), ("OTHER", 12)):
-        found[name] = shutil.copytree(tiny_folder, root / name)
-        generator = torch.Generator().manual_seed(seed)
-        weights = {
-            key: tensor + (0.3 if "norm" in key else 0.15) * torch.randn(tensor.shape, generator=generator)
-            for key, tensor in load_file(tiny_folder / "model.safetensors").items()
-        }
-        save_file(weights, found[name] / "model.safetensors", metadata={"format": "pt"})
+    """family -> NEW and OTHER: a tiny model with all its tensors moved by random amounts."""
+    root = tmp_path_factory.mktemp("layouts")
+    latent = make_family_folder("deepseek_v3", root / "latent", mtp=False, seed=1, **FAMILY_FIELDS)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_folder / file, latent / file)
+    found: dict[str, dict] = {"qwen3_moe": {}, "deepseek_v3": {}}
+    for family, source in (("qwen3_moe", tiny_folder), ("deepseek_v3", latent)):
+        for name, seed in (("NEW", 11), ("OTHER", 12)):
+            found[family][name] = shutil.copytree(source, root / f"{family}-{name}")
+            generator = torch.Generator().manual_seed(seed)
+            weights = {
+                key: tensor + (0.3 if "norm" in key else 0.15) * torch.randn(tensor.shape, generator=generator)
+                for key, tensor in load_file(source / "model.safetensors").items()
+            }
+            save_file(weights, found[family][name] / "model.safetensors", metadata={"format": "pt"})
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1-worker", "2-workers"])
+@pytest.fixture(scope="module", params=SERVERS)
 def server(request, folders):
-    log = folders["NEW"].parent / f"engine{request.param}.log"
-    settings = EngineSettings(
-        model_folder=folders["NEW"], log_path=log, max_num_seqs=8, tensor_parallel=request.param
-    )
+    family, layout, trainers = SERVERS[request.param]
+    folder, log = folders[family]["NEW"], folders[family]["NEW"].parent / f"{request.param}.log"
+    settings = EngineSettings(model_folder=folder, log_path=log, max_num_seqs=8, start_timeout_s=480.0, **layout)
     with EngineProcess(settings).start() as engine:
         engine.wait_ready()
-        yield Server(engine, request.param)
+        yield Server(engine, request.param, layout, trainers, folders[family])
 
 
 # ---- what trainer ranks do --------------------------------------------------------------------------------------
@@ -153,15 +165,17 @@ def push(pusher, sender, server: Server, version: int, rank: int):
         return asyncio.run(outputs(server.url))
 
 
-def trainer_of(folder, layout, num_workers: int):
+def trainer_of(folder, layout, server: Server):
     overrides = [f"parallel.{key}={value}" for key, value in layout.items()]
-    config = load_config(None, [*overrides, "push.bucket_bytes=100000", f"engine.tensor_parallel={num_workers}"])
+    overrides += [f"engine.{key}={str(value).lower()}" for key, value in server.layout.items()]
+    config = load_config(None, [*overrides, "push.bucket_bytes=100000"])
     return build_trainer(config, HFFolder(folder), start_world(config))
 
 
-def push_both(folders, layout, server: Server):
+def push_both(layout, server: Server):
     """Returns: what the server computes with OTHER and with NEW, on rank 0."""
-    trainer = trainer_of(folders["OTHER"], layout, server.num_workers)
+    folders = server.folders
+    trainer = trainer_of(folders["OTHER"], layout, server)
     rank = trainer.world.rank
     pusher, sender = connected(trainer, HFFolder(folders["OTHER"]), server)
     other = push(pusher, sender, server, server.version + 1, rank)
@@ -169,25 +183,25 @@ def push_both(folders, layout, server: Server):
     return other, push(pusher, sender, server, server.version + 2, rank)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_pushed_weights_compute_what_freshly_loaded_ones_do(server, folders, name):
-    world_size, layout = LAYOUTS[name]
-    results = run_ranks(world_size, push_both, folders, layout, server, timeout_s=2 * TIMEOUT_S)
-    server.version += 2
-    other, new = results[0]
-    assert other != server.fresh
-    assert new == server.fresh
+def test_pushed_weights_compute_what_freshly_loaded_ones_do(server):
+    for layout in server.trainers:
+        world_size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+        results = run_ranks(world_size, push_both, layout, server, timeout_s=2 * TIMEOUT_S)
+        server.version += 2
+        other, new = results[0]
+        assert other != server.fresh, layout
+        assert new == server.fresh, layout
 
 
-def push_with_a_wrong_table(folders, layout, server: Server):
+def push_with_a_wrong_table(layout, server: Server):
     """The table gives each worker the KV heads of the other one. Returns: what was heard; and after a right push."""
-    trainer = trainer_of(folders["NEW"], layout, server.num_workers)
+    trainer = trainer_of(server.folders["NEW"], layout, server)
     rank = trainer.world.rank
     right = engine_layout._kv_heads
     messages = []
     for kv_heads in (lambda size, of: engine_layout.Parts(0, ((size // 2, size), (0, size // 2))), right):
         engine_layout._kv_heads = kv_heads
-        pusher, sender = connected(trainer, HFFolder(folders["NEW"]), server)
+        pusher, sender = connected(trainer, HFFolder(server.folders["NEW"]), server)
         try:
             last = push(pusher, sender, server, server.version + 1, rank)
         except Exception as error:  # noqa: BLE001  its text is the result
@@ -198,12 +212,48 @@ def push_with_a_wrong_table(folders, layout, server: Server):
     return messages, last
 
 
-def test_a_table_that_gives_a_worker_other_rows_is_refused_and_a_right_push_recovers(server, folders):
-    if server.num_workers == 1:
-        pytest.skip("one worker gets everything")
-    first, second = run_ranks(2, push_with_a_wrong_table, folders, dict(tp=2), server, timeout_s=2 * TIMEOUT_S)
+def test_a_table_that_gives_a_worker_other_rows_is_refused_and_a_right_push_recovers(server):
+    if server.name != "2-workers":
+        pytest.skip("one server is enough")
+    first, second = run_ranks(2, push_with_a_wrong_table, TP2, server, timeout_s=2 * TIMEOUT_S)
     server.version += 1
     assert len(first[0]) == len(second[0]) == 1
     assert "hold NaN" in first[0][0] and "layers.0.self_attn.qkv_proj" in first[0][0]
     assert "engine worker 0 refused" in second[0][0] and "engine worker 1 refused" in second[0][0]
     assert first[1] == server.fresh
+
+
+def push_while_a_worker_dies(layout, server: Server, pid: int):
+    """Rank 0 kills a worker of the server before its third message. Returns: what was heard, and after how long."""
+    trainer = trainer_of(server.folders["OTHER"], layout, server)
+    rank = trainer.world.rank
+    pusher, sender = connected(trainer, HFFolder(server.folders["OTHER"]), server)
+    send, sent = sender._group.send, []
+
+    def send_or_kill(*given):
+        sent.append(given)
+        if rank == 0 and len(sent) == 3:
+            os.kill(pid, signal.SIGKILL)
+        return send(*given)
+
+    sender._group.send = send_or_kill
+    began_s = time.monotonic()
+    with pytest.raises((ProtocolError, EngineError)) as heard:
+        push(pusher, sender, server, server.version + 1, rank)
+    return str(heard.value), time.monotonic() - began_s
+
+
+def test_a_server_of_which_one_worker_is_killed_in_the_middle_of_a_push_starts_again_and_takes_a_whole_one(server):
+    if server.name != "2-workers":
+        pytest.skip("one server is enough")
+    (worker,) = [worker for worker, name in server.process._workers.items() if name.startswith("VLLM::Worker_TP1")]
+    results = run_ranks(2, push_while_a_worker_dies, TP2, server, worker.pid, timeout_s=2 * TIMEOUT_S)
+    assert all(seconds < TIMEOUT_S for _, seconds in results), results
+    assert "died or does not take part" in results[1][0]
+    with pytest.raises(EngineError, match="VLLM::.* has ended|was killed|ended with exit code"):
+        server.process.check_alive()
+    server.process.start_again(server.folders["NEW"].parent / "2-workers.again.log")
+    server.process.wait_ready()
+    server.version = 0
+    other, new = run_ranks(2, push_both, TP2, server, timeout_s=2 * TIMEOUT_S)[0]
+    assert other != server.fresh and new == server.fresh

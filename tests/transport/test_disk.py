@@ -54,7 +54,7 @@ def two_kinds(port, folder):
     q, norm = torch.arange(32.0).view(4, 8), torch.ones(4)
     plan = make_plan(
         [[WireItem(Q, "float32", (4, 8)), WireItem(NORM, "float32", (4,))]],
-        bucket_bytes=1 << 10, engine=EngineLayout(num_workers=2),
+        bucket_bytes=1 << 10, engine=EngineLayout(tensor_parallel=2),
     )  # fmt: skip
     plan = through(folder, plan)
     if rank == 0:

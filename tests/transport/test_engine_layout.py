@@ -63,8 +63,55 @@ def test_owned_experts_go_to_their_worker_and_the_first_ones_own_one_more():
         assert parts.dim == WHOLE
         owners.append([rows for rows in parts.rows].index((0, 1)))
     assert owners == [0, 0, 0, 1, 1]
-    assert parts_of(L + "mlp.shared_experts.up_proj.weight", (6, 4), layout) is None
+    assert parts_of(L + "mlp.shared_experts.up_proj.weight", (6, 4), layout).dim == 0
     assert parts_of(L + "self_attn.q_proj.weight", (8, 4), layout).dim == 0
+
+
+def test_stages_hold_consecutive_layers_and_the_middle_ones_take_what_does_not_divide():
+    assert EngineLayout(pipeline_parallel=4, num_layers=78).stage_starts == [0, 19, 39, 59, 78]
+    assert EngineLayout(pipeline_parallel=3, num_layers=7).stage_starts == [0, 2, 5, 7]
+    assert EngineLayout(pipeline_parallel=2, num_layers=5).stage_starts == [0, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("model.layers.0.input_layernorm.weight", [0]),
+        ("model.layers.4.input_layernorm.weight", [1]),
+        ("model.layers.5.input_layernorm.weight", [2]),
+        ("model.layers.7.eh_proj.weight", [0, 1, 2]),  # behind the decoder
+        ("model.embed_tokens.weight", [0]),
+        ("model.norm.weight", [2]),
+        ("lm_head.weight", [2]),
+        ("something.new", [0, 1, 2]),
+    ],
+)
+def test_who_loads_what_of_three_stages(name, stages):
+    layout = EngineLayout(pipeline_parallel=3, num_layers=7)
+    assert layout.stages_of(name) == stages
+    parts = parts_of(name, (4,), layout)
+    assert (parts is None) == (len(stages) == 3)
+    if parts:
+        assert (parts.dim, parts.rows) == (WHOLE, tuple((0, int(stage in stages)) for stage in range(3)))
+
+
+def test_stages_of_models_that_have_embedding_or_ends_in_several():
+    tied = EngineLayout(pipeline_parallel=3, num_layers=7, is_tied=True)
+    assert tied.stages_of("model.embed_tokens.weight") == [0, 2] and tied.stages_of("model.norm.weight") == [2]
+    everywhere = EngineLayout(pipeline_parallel=3, num_layers=7, has_ends_everywhere=True)
+    assert all(everywhere.stages_of(name) == [0, 1, 2] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+
+
+def test_kinds_count_replicas_then_stages_then_tensor_ranks():
+    layout = EngineLayout(2, pipeline_parallel=2, data_parallel=2, expert_parallel=True, num_experts=8, num_layers=4)
+    q = parts_of("model.layers.1.self_attn.q_proj.weight", (8, 4), layout)
+    assert (q.dim, q.rows) == (0, ((0, 4), (4, 8), (0, 0), (0, 0)) * 2)
+    owners = [
+        parts_of(f"model.layers.2.mlp.experts.{expert}.up_proj.weight", (8, 4), layout).rows.index((0, 1))
+        for expert in range(8)
+    ]
+    assert owners == [2, 2, 3, 3, 6, 6, 7, 7]
+    assert parts_of("model.layers.2.mlp.shared_experts.up_proj.weight", (8, 4), layout).dim == WHOLE
 
 
 def test_one_worker_loads_everything():

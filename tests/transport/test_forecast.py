@@ -13,9 +13,10 @@ def two_ranks_to_two_kinds():
     """64 bytes from rank 0 to kind 0, 64 from rank 1 to kind 1, then 16 from rank 1 to all."""
     half = [WireItem(Q, "float32", (4, 8), 0, start, 2) for start in (0, 2)]
     plan = make_plan(
-        [[half[0]], [half[1], WireItem(NORM, "float32", (4,))]], bucket_bytes=64, engine=EngineLayout(num_workers=2)
+        [[half[0]], [half[1], WireItem(NORM, "float32", (4,))]], bucket_bytes=64, engine=EngineLayout(2)
     )
-    assert [(b.src_rank, b.kind, b.num_bytes) for b in plan.buckets] == [(0, 0, 64), (1, 1, 64), (1, EVERY_KIND, 16)]
+    sent = [(b.src_rank, b.kinds, b.num_bytes) for b in plan.buckets]
+    assert sent == [(0, (0,), 64), (1, (1,), 64), (1, EVERY_KIND, 16)]
     return plan
 
 

@@ -101,7 +101,7 @@ def received(plan, kind: int) -> dict[str, list[tuple[int, int, int]]]:
     """name -> (dim, start, end) of what a worker gets, in rows."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     for bucket in plan.buckets:
-        if bucket.kind in (kind, EVERY_KIND):
+        if bucket.is_for(kind):
             for item in bucket.items:
                 found.setdefault(item.name, []).append((item.dim, *item.interval))
     return {name: sorted(pieces) for name, pieces in found.items()}
@@ -122,11 +122,32 @@ def test_each_kind_gets_its_rows_and_what_all_load_travels_once():
     assert sent == 4 * (32 + 32 + 4 + 8) == plan.num_bytes == plan.sent_bytes(0) + plan.sent_bytes(1)
 
 
-def test_heads_that_some_workers_share_are_sent_to_each_of_them():
+def test_heads_that_some_workers_share_are_sent_once_for_all_of_them():
     k = f"{layer(0)}.self_attn.k_proj.weight"
     plan = make_plan([[whole(k, 4, 4)]], bucket_bytes=1024, engine=EngineLayout(4, num_kv_heads=2))
     assert [received(plan, kind)[k] for kind in range(4)] == [[(0, 0, 2)], [(0, 0, 2)], [(0, 2, 4)], [(0, 2, 4)]]
-    assert plan.num_bytes == 2 * 4 * 16
+    assert [b.kinds for b in plan.buckets] == [(0, 1), (2, 3)] and plan.num_bytes == 4 * 16
+    assert plan.workers_of((0, 1), 2) == [0, 1, 4, 5]
+
+
+def test_a_stage_gets_its_layers_and_stages_take_turns():
+    names = ["model.embed_tokens.weight", *(f"{layer(i)}.norm" for i in range(5)), "model.norm.weight"]
+    engine = EngineLayout(1, pipeline_parallel=2, num_layers=5)  # layers 0 to 2, then 3 and 4
+    plan = make_plan([[whole(name, 4) for name in names]], bucket_bytes=16, engine=engine)
+    sent = [(bucket.items[0].name, bucket.kinds) for bucket in plan.buckets]
+    in_turns = [(f"{layer(i)}.norm", (int(i > 2),)) for i in (0, 3, 1, 4, 2)]
+    assert sent == [(names[0], (0,)), *in_turns, (names[-1], (1,))]
+
+
+def test_replicas_share_all_but_the_experts_that_each_owns():
+    q, up = f"{layer(0)}.self_attn.q_proj.weight", f"{layer(0)}.mlp.experts.{{}}.up_proj.weight"
+    engine = EngineLayout(2, data_parallel=2, expert_parallel=True, num_experts=4)
+    items = [whole(q, 8, 4), *(whole(up.format(expert), 4, 4) for expert in range(4))]
+    plan = make_plan([items], bucket_bytes=1024, engine=engine)
+    assert [received(plan, kind)[q] for kind in range(4)] == [[(0, 0, 4)], [(0, 4, 8)], [(0, 0, 4)], [(0, 4, 8)]]
+    for kind in range(4):
+        assert received(plan, kind).keys() == {q, up.format(kind)}
+    assert plan.num_bytes == 4 * (8 * 4 + 4 * 4 * 4)  # nothing is sent twice
 
 
 def test_rows_cut_one_way_and_loaded_the_other_go_to_all():
@@ -139,16 +160,16 @@ def test_rows_cut_one_way_and_loaded_the_other_go_to_all():
 def test_neighbours_in_the_order_come_from_other_ranks_and_go_to_other_workers():
     by_rank = [[whole(f"{layer(0)}.mlp.experts.{rank}.up_proj.weight", 8, 4)] for rank in range(2)]
     plan = make_plan(by_rank, bucket_bytes=1024, engine=EngineLayout(2))
-    assert [(b.src_rank, b.kind) for b in plan.buckets] == [(0, 0), (1, 1), (0, 1), (1, 0)]
+    assert [(b.src_rank, b.kinds) for b in plan.buckets] == [(0, (0,)), (1, (1,)), (0, (1,)), (1, (0,))]
     # Three engines of two workers; worker = engine * 2 + kind. Engines take turns within a kind.
     assert plan.first_workers(3) == [0, 1, 3, 2]
     for number, bucket in zip(plan.first_workers(1), plan.buckets):
-        assert number == bucket.kind
+        assert (number,) == bucket.kinds
 
 
 def test_what_every_worker_loads_enters_the_engines_by_all_their_workers_in_turn():
     plan = make_plan([[whole(f"{layer(i)}.norm", 4) for i in range(6)]], bucket_bytes=16, engine=EngineLayout(2))
-    assert [b.kind for b in plan.buckets] == [EVERY_KIND] * 6
+    assert [b.kinds for b in plan.buckets] == [EVERY_KIND] * 6
     assert plan.first_workers(2) == [0, 2, 1, 3, 0, 2]
 
 

@@ -30,7 +30,7 @@ SHAPES = {
 }
 
 
-def the_plan():
+def the_plan(engine: EngineLayout = LAYOUT):
     """Rank 0 owns the left or upper 3/8 of what is cut and every other tensor of the rest."""
     by_rank = [[], []]
     for number, (name, shape) in enumerate(SHAPES.items()):
@@ -40,7 +40,7 @@ def the_plan():
             by_rank[1].append(WireItem(name, "float32", shape, dim, 3, 5))
         else:
             by_rank[number % 2].append(WireItem(name, "float32", shape))
-    return make_plan(by_rank, bucket_bytes=256, engine=LAYOUT)
+    return make_plan(by_rank, bucket_bytes=256, engine=engine)
 
 
 def the_weights(version: int) -> dict[str, torch.Tensor]:
@@ -48,13 +48,16 @@ def the_weights(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def expected_by(kind: int, version: int) -> dict[str, torch.Tensor]:
+def expected_by(kind: int, version: int, layout: EngineLayout = LAYOUT) -> dict[str, torch.Tensor]:
     """What a worker must be handed: its rows, and NaN in the others."""
     expected = {}
     for name, tensor in the_weights(version).items():
-        parts = parts_of(name, SHAPES[name], LAYOUT)
+        parts = parts_of(name, SHAPES[name], layout)
         if parts is not None:
             start, end = parts.rows[kind]
+            if start == end:
+                continue
+        if parts is not None and parts.dim >= 0:
             mine = torch.full_like(tensor, float("nan"))
             mine.narrow(parts.dim, start, end - start).copy_(tensor.narrow(parts.dim, start, end - start))
             tensor = mine
@@ -96,6 +99,33 @@ def test_each_worker_of_each_engine_gets_its_rows_and_poison_elsewhere():
     assert any(t.isnan().any() for t in expected_by(0, 1).values())
 
 
+def push_once(port, layout):
+    rank, group = join(port, NUM_TRAINERS + layout.num_workers)
+    if rank < NUM_TRAINERS:
+        WeightSender(group, the_plan(layout)).send(view_of(the_weights(1)), 1)
+        return {}
+    arrived: list[tuple[str, torch.Tensor]] = []
+    WeightReceiver(group, the_plan(layout)).receive(1, load=arrived.extend)
+    return dict(arrived)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_received"),
+    [
+        (EngineLayout(2, pipeline_parallel=2, num_layers=2, num_kv_heads=1), [5, 5, 3, 3]),
+        (EngineLayout(1, 2, 2, expert_parallel=True, num_layers=2, num_kv_heads=1, num_experts=2), [5, 2, 5, 2]),
+    ],
+    ids=["tp2-pp2", "pp2-dp2-ep2"],
+)
+def test_stages_and_replicas_of_an_engine_get_theirs(layout, num_received):
+    results = run_ranks(NUM_TRAINERS + layout.num_workers, push_once, free_port(), layout)[NUM_TRAINERS:]
+    for kind, arrived in enumerate(results):
+        expected = expected_by(kind, 1, layout)
+        assert arrived.keys() == expected.keys() and len(arrived) == num_received[kind]
+        for name, tensor in arrived.items():
+            assert torch.equal(tensor.nan_to_num(7.0), expected[name].nan_to_num(7.0)), name
+
+
 def flip_a_bit(port):
     rank, group = join(port, WORLD)
     plan = the_plan()
@@ -121,10 +151,10 @@ def flip_a_bit(port):
 
 def test_bytes_that_changed_on_the_way_are_heard_of_by_all_and_the_next_push_works():
     messages = run_ranks(WORLD, flip_a_bit, free_port())
-    kind = the_plan().buckets[3].kind
+    bucket = the_plan().buckets[3]
     for rank, message in enumerate(messages):
         assert "refused" in message
-        loads_it = rank >= NUM_TRAINERS and kind in (-1, (rank - NUM_TRAINERS) % 2)
+        loads_it = rank >= NUM_TRAINERS and bucket.is_for((rank - NUM_TRAINERS) % 2)
         assert ("bucket 3 from trainer rank" in message) == loads_it
 
 
