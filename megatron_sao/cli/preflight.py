@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_sao.cli.files import ADDRESS_FILE, STOP_FILE
 from megatron_sao.cli.network import split_endpoint
+from megatron_sao.cli.run_folder import announced_scheduler
 from megatron_sao.config import Config, check_is_built, check_model_fits
 from megatron_sao.convert.expected import check_tensors
 from megatron_sao.convert.family import check_engine_reads_alike, check_stage_starts, read_shape
@@ -35,10 +36,13 @@ def check_before_start(config: Config) -> None:
 
 def check_not_running(run_folder: Path) -> None:
     """No scheduler of an earlier attempt still serves the run in this folder. Raises: ConfigError."""
+    scheduler = announced_scheduler(run_folder)
+    if scheduler is None:
+        return
+    address = scheduler.address
     try:
-        address = json.loads((run_folder / ADDRESS_FILE).read_text(encoding="utf-8"))["address"]
         endpoint = split_endpoint(address.removeprefix("tcp://"), ADDRESS_FILE)
-    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+    except ConfigError:
         return
     deadline = time.monotonic() + ENDS_WITHIN_S
     while _is_zeromq(endpoint):

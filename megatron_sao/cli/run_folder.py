@@ -1,6 +1,6 @@
-"""The folder of a run between its attempts: made, continued, and what its processes start from.
+"""The folder of a run between its attempts: made, continued, what its processes start from and where they find each other.
 
-Owns `run.json`. Invariants: a new run finds an empty folder, an earlier run of its name is moved aside, nothing is
+Owns `run.json`, `scheduler.json` and the files of the engines. Invariants: a new run finds an empty folder, an earlier run of its name is moved aside, nothing is
 overwritten; a continued one finds no trace of the attempt before that its processes could mistake for their own (an
 address, a result, a wish to stop, an older checkpoint to go on from), and the logs of that attempt under `logs.1`,
 `logs.2` and so on.
@@ -69,6 +69,40 @@ def registered_url(folder: Path, number: int) -> str | None:
         return json.loads(engine_file(folder, number).read_text(encoding="utf-8"))["url"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What the scheduler of an attempt has told."""
+
+    address: str  # tcp://HOST:PORT, where it listens
+    is_ready: bool  # for the trainer: its engines answer
+
+
+def announce_scheduler(folder: Path, address: str) -> None:
+    """Effect: tells that this attempt has its scheduler, which is not ready. Raises: FileExistsError if it has one."""
+    with open(folder / ADDRESS_FILE, "x", encoding="utf-8") as file:
+        file.write(_announcement(address, is_ready=False))
+
+
+def announce_ready(folder: Path, address: str) -> None:
+    """Effect: tells the trainer that it may come."""
+    temporary = folder / f".{ADDRESS_FILE}.partial"
+    temporary.write_text(_announcement(address, is_ready=True), encoding="utf-8")
+    temporary.replace(folder / ADDRESS_FILE)
+
+
+def announced_scheduler(folder: Path) -> Announced | None:
+    """What the scheduler told; None = nothing yet, or not whole."""
+    try:
+        content = json.loads((folder / ADDRESS_FILE).read_text(encoding="utf-8"))
+        return Announced(content["address"], content["is_ready"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _announcement(address: str, is_ready: bool) -> str:
+    return json.dumps({"address": address, "is_ready": is_ready}) + "\n"
 
 
 def make_run_folder(path: Path) -> Path | None:

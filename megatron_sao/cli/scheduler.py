@@ -5,7 +5,7 @@
 
 A prepared run folder (`cli/prepare.py`) says which model and which checkpoint it is, and engines that are not named
 here register there. They may still be starting. The trainer finds the scheduler through `scheduler.json` in the run
-folder. The file `stop` there, or SIGTERM, makes the run save and end before its end. The process exits 0 only after the
+folder, which also keeps a second scheduler away. The file `stop` there, or SIGTERM, makes the run save and end before its end. The process exits 0 only after the
 trainer said that it finished or has saved, or is not missed because a stop is wanted; `scheduler_summary.json` says what
 became of every prompt, however the run ended.
 """
@@ -27,7 +27,7 @@ from megatron_sao.checkpoints import SCHEDULER_FOLDER, check_contents, check_siz
 from megatron_sao.cli.arrivals import RunEngines
 from megatron_sao.cli.files import ADDRESS_FILE, LEDGER_FILE, SUMMARY_FILE
 from megatron_sao.cli.options import Options, parse_options, run_command
-from megatron_sao.cli.run_folder import RunStart, read_start
+from megatron_sao.cli.run_folder import RunStart, announce_ready, announce_scheduler, read_start
 from megatron_sao.cli.run_observer import RunObserver
 from megatron_sao.cli.stop import ask_to_stop, reason_to_stop
 from megatron_sao.config import Config, derived_numbers, describe
@@ -78,10 +78,7 @@ def main(argv: Sequence[str]) -> None:
             " run.name, or remove the folder"
         )
     if found := [name for name in (ADDRESS_FILE, SUMMARY_FILE) if (run_folder / name).exists()]:
-        raise ConfigError(
-            f"{run_folder} has had its scheduler since it was prepared ({found[0]}); to go on from its newest"
-            " checkpoint, prepare it again: `python -m megatron_sao.cli.prepare CONFIG --resume`"
-        )
+        raise _has_its_scheduler(run_folder, found[0])
     urls = [url for url in options.values.get("engines", "").split(",") if url]
     try:
         asyncio.run(_run(config, run_folder, start, urls, options.values.get("host", "127.0.0.1")))
@@ -114,9 +111,16 @@ async def _run(config: Config, run_folder: Path, start: RunStart, engine_urls: l
     )
     channel = SchedulerChannel(host, config.schedule.port)
     try:
-        # Before anything is written. A run that shall stop needs no engines.
+        _announce(run_folder, channel.address)
+    except BaseException:
+        await channel.close()
+        await engines.close()
+        raise
+    try:
+        # Before anything else is written. A run that shall stop needs no engines.
         await stop.unless(engines.wait)
     except BaseException:
+        (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
         await channel.close()
         await engines.close()
         raise
@@ -139,7 +143,7 @@ async def _run(config: Config, run_folder: Path, start: RunStart, engine_urls: l
             saved=saved,
         )
         del saved  # its trajectories are the buffer's now, and shall leave memory with it
-        _write_json(run_folder / ADDRESS_FILE, {"address": channel.address})
+        announce_ready(run_folder, channel.address)
         try:
             ended = await scheduler.run()
             if ended == FINISHED:
@@ -164,6 +168,21 @@ async def _run(config: Config, run_folder: Path, start: RunStart, engine_urls: l
         ledger.close()
         await channel.close()
         await engines.close()
+
+
+def _announce(run_folder: Path, address: str) -> None:
+    """Raises: ConfigError for a second scheduler, as of a run that was started twice."""
+    try:
+        announce_scheduler(run_folder, address)
+    except FileExistsError as error:
+        raise _has_its_scheduler(run_folder, ADDRESS_FILE) from error
+
+
+def _has_its_scheduler(run_folder: Path, found: str) -> ConfigError:
+    return ConfigError(
+        f"{run_folder} has had its scheduler since it was prepared ({found}); to go on from its newest"
+        " checkpoint, prepare it again: `python -m megatron_sao.cli.prepare CONFIG --resume`"
+    )
 
 
 async def _record_greedy_outputs(

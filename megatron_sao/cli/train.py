@@ -20,7 +20,7 @@ from megatron_sao.cli.files import ADDRESS_FILE, CHECKPOINTS_FOLDER, EXPORT_FOLD
 from megatron_sao.cli.options import DRY_RUN, parse_options, run_command
 from megatron_sao.cli.preflight import check_model
 from megatron_sao.cli.rank_end import RankEnd
-from megatron_sao.cli.run_folder import RunStart, read_start
+from megatron_sao.cli.run_folder import RunStart, announced_scheduler, read_start
 from megatron_sao.cli.stop import stop_on_sigterm
 from megatron_sao.cli.trainer_process import rank_log
 from megatron_sao.config import Config, check_is_built, check_nodes, check_world_size, describe
@@ -127,14 +127,15 @@ def _scheduler_address(run_folder: Path, engine_start_s: float) -> str:
     """Waits for the scheduler, which itself waits for its engines. Raises: ProtocolError when it is not there."""
     wait_s = engine_start_s + SCHEDULER_START_S
     deadline = time.monotonic() + wait_s
-    path = run_folder / ADDRESS_FILE
-    while not path.exists():
+    while (scheduler := announced_scheduler(run_folder)) is None or not scheduler.is_ready:
         if (run_folder / SUMMARY_FILE).exists():
             raise ProtocolError("the scheduler ended before it was ready; see its log")
         if time.monotonic() > deadline:
-            raise ProtocolError(f"no scheduler wrote {path} within {wait_s:.0f} s; see its log")
+            raise ProtocolError(
+                f"no scheduler was ready, which {run_folder / ADDRESS_FILE} would say, within {wait_s:.0f} s; see its log"
+            )
         time.sleep(0.1)
-    return json.loads(path.read_text())["address"]
+    return scheduler.address
 
 
 def _was_stopped(run_folder: Path) -> bool:

@@ -12,7 +12,7 @@ from megatron_sao.checkpoints import CONFIG_FILE, MANIFEST_FILE
 from megatron_sao.cli import files, preflight
 from megatron_sao.cli.options import parse_options
 from megatron_sao.cli.prepare import SWITCHES, prepare
-from megatron_sao.cli.run_folder import read_start
+from megatron_sao.cli.run_folder import announce_scheduler, announced_scheduler, read_start
 from megatron_sao.config import load_config
 from megatron_sao.errors import ConfigError
 
@@ -79,15 +79,15 @@ def test_a_run_that_goes_on_is_left_alone(attempt, monkeypatch, switches):
     address = folder / files.ADDRESS_FILE
     with zmq.Context() as context, context.socket(zmq.ROUTER) as scheduler:
         port = scheduler.bind_to_random_port("tcp://127.0.0.1")
-        address.write_text(json.dumps({"address": f"tcp://127.0.0.1:{port}"}))
+        announce_scheduler(folder, f"tcp://127.0.0.1:{port}")
         with pytest.raises(ConfigError, match="goes on: its scheduler answers at tcp://127.0.0.1"):
             attempt(*switches)
-        assert address.exists() and not folder.with_name("mine.1").exists()
+        assert announced_scheduler(folder) and not folder.with_name("mine.1").exists()
     with socket.create_server(("127.0.0.1", port)) as other:  # has the port of the scheduler that has ended
         other.settimeout(30)
         threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0"), daemon=True).start()
         attempt(*switches)
-    assert not address.exists()
+    assert announced_scheduler(folder) is None
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -14,7 +14,14 @@ import pytest
 
 from megatron_sao.checkpoints import SCHEDULER_FOLDER, Manifest, checksums, write_manifest
 from megatron_sao.cli import arrivals
-from megatron_sao.cli.run_folder import RunStart, clear_attempt, register_engine, write_start
+from megatron_sao.cli.run_folder import (
+    RunStart,
+    announce_scheduler,
+    announced_scheduler,
+    clear_attempt,
+    register_engine,
+    write_start,
+)
 from megatron_sao.cli.scheduler import main
 from megatron_sao.errors import CheckpointError, ConfigError, DataError, EngineError, ProtocolError
 from megatron_sao.observe.metrics import read_metrics
@@ -83,15 +90,19 @@ def arguments(run_folder, model, url, *more) -> list[str]:
     return ["--run-folder", str(run_folder), "--model", str(model), "--engines", url, *SETTINGS, *more]
 
 
+def is_ready(run_folder) -> bool:
+    scheduler = announced_scheduler(run_folder)
+    return scheduler is not None and scheduler.is_ready
+
+
 def trainer_that(act, run_folder, over: threading.Event | None = None):
     """What a trainer does that waits for the scheduler, until `over`, and then acts."""
 
     def trainer():
-        path = run_folder / "scheduler.json"
-        while not path.exists():  # as long as the scheduler needs to come up, however loaded the machine is
+        while not is_ready(run_folder):  # as long as the scheduler needs to come up, however loaded the machine is
             if over and over.wait(0.02):
                 return
-        channel = TrainerChannel(json.loads(path.read_text())["address"], timeout_s=60)
+        channel = TrainerChannel(announced_scheduler(run_folder).address, timeout_s=60)
         try:
             act(channel)
         except ProtocolError:
@@ -239,12 +250,12 @@ def test_a_port_in_use(run_folder, model):
 
 @contextmanager
 def scheduler_process(run_folder, argv: list[str]):
-    """The command as a process of its own, from the moment that it listens. Killed at the end if it still runs."""
+    """The command as a process of its own, from the moment that it is ready. Killed at the end if it still runs."""
     command = [sys.executable, "-m", "megatron_sao.cli.scheduler", *argv]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
-        while not (run_folder / "scheduler.json").exists() and time.monotonic() < deadline:
+        while not is_ready(run_folder) and time.monotonic() < deadline:
             time.sleep(0.05)
         yield process
     finally:
@@ -393,3 +404,20 @@ def test_a_folder_that_has_had_its_scheduler_has_to_be_prepared_again(run_folder
     write_start(run_folder, RunStart(model, run_folder / "checkpoints" / "step-000020"))
     (run_folder / left).write_text("{}")
     refused(run_folder, ConfigError, f"{left}.*prepare CONFIG --resume", ["--run-folder", str(run_folder), *SETTINGS])
+
+
+def test_a_second_scheduler_is_refused_while_the_first_one_waits_for_its_engine(run_folder, model):
+    """As of a run that was submitted twice: both are on the way before one of them can be asked."""
+    argv = arguments(run_folder, model, "http://127.0.0.1:9", "--engine.start_timeout_s=60")
+    command = [sys.executable, "-m", "megatron_sao.cli.scheduler", *argv]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as first:
+        try:
+            wait_for(lambda: announced_scheduler(run_folder) is not None)
+            told = announced_scheduler(run_folder)
+            assert not told.is_ready
+            with pytest.raises(FileExistsError):  # one that had looked before the first one came
+                announce_scheduler(run_folder, "tcp://127.0.0.1:1")
+            refused(run_folder, ConfigError, "scheduler.json.*prepare CONFIG --resume", argv)
+            assert announced_scheduler(run_folder) == told and first.poll() is None
+        finally:
+            first.kill()

@@ -33,10 +33,11 @@ class Chain:
 
     def __init__(self, place: Path, model: Path):
         self.place, self.folder = place, place / "runs" / "small"
-        self.hold_file = place / "hold"
+        self.hold_file, self.hold_save_file = place / "hold", place / "hold_save"
         self._keys = {
             "run.steps": STEPS, "model.path": model, "warm_start.enabled": "false",
             "task.environment": "tests.support.held_letter:HeldLetter", "task.params.hold_file": self.hold_file,
+            "task.params.hold_save_file": self.hold_save_file,
             "task.num_eval_prompts": 4, "value.pretrain_trajectories": 0, "value.warmup_steps": 0,
             "engine.restarts": 0, "checkpoint.every_steps": 1, "checkpoint.stop_grace_s": GRACE_S,
             "push.bucket_bytes": 50000,
@@ -46,6 +47,8 @@ class Chain:
     def start(self, *arguments: str) -> LocalRun:
         """The run goes on; returns once it has done a step since."""
         words = [word for key, value in self._keys.items() for word in (f"--{key}", str(value))]
+        if self.run:
+            self.run.close()  # if a test before this one failed, it may still be there
         done = self.saved_step()
         self.run = LocalRun(self.place, *words, *arguments, *(["--resume"] if done else []))
         self.run.wait_for(f"\ntrain {done + 1}/{STEPS}", WAIT_S)
@@ -159,17 +162,13 @@ def test_the_scheduler_killed_while_it_writes_its_part_of_a_checkpoint(chain):
     chain.start()
     (scheduler,) = chain.run.processes(SCHEDULER)
 
-    def is_writing() -> bool:
-        for folder in (chain.folder / "checkpoints").glob("*.partial/scheduler"):
-            if (folder / "ledger.sqlite").exists():
-                scheduler.suspend()
-                if not (folder / "state.json").exists():
-                    return True
-                scheduler.resume()
-        return False
-
-    chain.wait_until(is_writing, "the scheduler's part never is half written")
+    chain.hold_save_file.touch()
+    halted = chain.hold_save_file.with_suffix(".reached")
+    chain.wait_until(halted.exists, "the scheduler never saves")
     scheduler.kill()
+    chain.hold_save_file.unlink()
+    (folder,) = (chain.folder / "checkpoints").glob("*.partial/scheduler")
+    assert (folder / "ledger.sqlite").exists() and not (folder / "state.json").exists()
     chain.check_killed("the scheduler was killed by SIGKILL")
     log = rank_log(chain.folder, 0).read_text()
     assert "went away before it answered SaveState" in log

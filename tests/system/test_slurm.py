@@ -286,8 +286,12 @@ def test_host_lists_are_read_as_slurm_reads_them(cluster):
 def test_srun_starts_the_doctor_on_all_nodes_of_a_job(cluster):
     doctor = [sys.executable, "-m", "megatron_sao.cli.doctor", "configs/local.toml"]
     command = ["srun", "--nodes=3", "--ntasks-per-node=1", "--mpi=none", *doctor]
-    env = {**os.environ, **cluster.env}
-    done = subprocess.run(command, cwd=CLONE, env=env, capture_output=True, text=True, timeout=150)
+    try:
+        done = subprocess.run(command, cwd=CLONE, env={**os.environ, **cluster.env}, capture_output=True, text=True,
+                              timeout=START_TIMEOUT_S)  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        state = cluster.command("squeue") + cluster.command("sinfo", "--long", "--Node")
+        raise AssertionError(f"no end within {START_TIMEOUT_S:.0f} s:\n{error.stdout}\n{error.stderr}\n{state}") from None
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("missing for a GPU node:") == 1, "one node speaks for all"
     said = " ".join(done.stdout.split())
