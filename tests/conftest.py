@@ -6,7 +6,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from pathlib import Path
+
 import pytest
+
+WHOLE_RUNS = Path(__file__).parent / "system"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """How processes of pytest-xdist share the tests: all whole runs go to one of them, one after another and from the
+    start on, because they take longest; every other file goes to the next one that is free."""
+    items.sort(key=lambda item: WHOLE_RUNS not in item.path.parents)
+    for item in items:
+        group = WHOLE_RUNS.name if WHOLE_RUNS in item.path.parents else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
