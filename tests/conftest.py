@@ -6,21 +6,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from pathlib import Path
-
 import pytest
 
-WHOLE_RUNS = Path(__file__).parent / "system"
+WHOLE_RUNS = "tests/system"
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """How processes of pytest-xdist share the tests: all whole runs go to one of them, one after another and from the
-    start on, because they take longest; every other file goes to the next one that is free."""
-    items.sort(key=lambda item: WHOLE_RUNS not in item.path.parents)
-    for item in items:
-        group = WHOLE_RUNS.name if WHOLE_RUNS in item.path.parents else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Whole runs come first: they take longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """How several test processes share the suite: all whole runs go to one of them, one after another; each other file
+    goes to the next one that is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return WHOLE_RUNS if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -8,4 +8,4 @@ here=$(cd "$(dirname "$0")" && pwd)
 source "$here/../launch/env.sh"
 cd "$here/.."
 echo "[tests] running the suite" >&2
-exec python -m pytest -n 2 --dist loadgroup "$@"
+exec python -m pytest -n 2 "$@"

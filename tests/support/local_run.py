@@ -4,7 +4,6 @@ Processes are found by a mark in the environment. vLLM's workers write their nam
 marked ones, and remembered, so `processes` must have been called while their parents lived (`wait_for` does).
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -13,6 +12,8 @@ import uuid
 from pathlib import Path
 
 import psutil
+
+from tests.support.parent import end_with_parent
 
 CLONE = Path(__file__).resolve().parents[2]
 SMALL_RUN = CLONE / "tests" / "system" / "run.toml"
@@ -26,14 +27,10 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 TRAINER_RANK = ["-u", "-m", "megatron_sao.cli.train"]
 
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_libc = ctypes.CDLL(None)
-
-
 def _begin() -> None:
     """A test session that is killed must not leave a run of its own behind; one that was started in the background has
     Ctrl-C ignored, and its children would inherit that."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.parent import end_with_parent
+
 
 class RankFailure(AssertionError):
     """A rank raised or hung; carries that rank's traceback."""
@@ -46,6 +48,7 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function: Callabl
     if pid:
         return pid
     code = 1
+    end_with_parent()
     try:
         os.environ.update(
             RANK=str(rank),
