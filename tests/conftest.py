@@ -30,6 +30,20 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What whole runs started and stopped, and how long an end took, is said also when all is well."""
+    said = []
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "nodeid", "").startswith(WHOLE_RUNS) and getattr(report, "passed", False):
+                lines = [line for line in report.capstdout.splitlines() if line.startswith(("[slurm] ", "ended "))]
+                said += [f"{report.nodeid.removeprefix(WHOLE_RUNS + '/')}: {line}" for line in dict.fromkeys(lines)]
+    if said:
+        terminalreporter.section("what whole runs started and stopped")
+        for line in dict.fromkeys(said):
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A tiny random Qwen3-MoE folder whose norms are random too, so that a swapped norm shows."""
