@@ -11,25 +11,6 @@ import pytest
 WHOLE_RUNS = "tests/system"
 
 
-def pytest_collection_modifyitems(items):
-    """Whole runs come first: they take longest."""
-    items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """How several test processes share the suite: all whole runs go to one of them, one after another; each other file
-    goes to the next one that is free."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            return WHOLE_RUNS if nodeid.startswith(WHOLE_RUNS) else nodeid.partition("::")[0]
-
-    config.option.loadscopereorder = False
-    return Scheduling(config, log)
-
-
 def pytest_terminal_summary(terminalreporter):
     """What whole runs started and stopped, and how long an end took, is said also when all is well."""
     said = []
