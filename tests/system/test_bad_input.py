@@ -27,7 +27,7 @@ from tests.support.local_run import (
 )
 
 END_WITHIN_S = 30.0  # from the fault to the end of the last process
-IMPORTS_S = 90.0  # of all processes of a run at once, while other tests run
+IMPORTS_S = 90.0  # of all processes of a run at once, on a busy machine
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
