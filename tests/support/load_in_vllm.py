@@ -1,7 +1,8 @@
 """Loads a HF folder with vLLM's own model class and weight loader, without computing: FOLDER PORT OUT.
 
 Writes what the parameters then hold, by name, before vLLM prepares them for its kernels. On a CPU without AMX tiles
-vLLM has no kernel for FP8 blocks and would refuse before it loads anything; here it is made to believe in them.
+vLLM has no kernel for FP8 blocks and would refuse before it loads anything; here it is made to believe in them. Its
+library for CPUs with AVX2 alone does not even hold the kernel.
 """
 
 import os
@@ -15,11 +16,14 @@ import torch
 torch.cpu._is_amx_tile_supported = lambda: True
 
 from safetensors.torch import load_file
+from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
+
+_custom_ops._supports_cpu_fp8_w8a16 = True
 
 
 def main(folder: str, port: str, out: str) -> None:
