@@ -50,6 +50,10 @@ def run_job(cluster: SlurmCluster, folder: Path, words: list[str], seconds: floa
         cwd=CLONE,
     )  # fmt: skip
     metrics = folder / "run" / "metrics.jsonl"
+
+    def num_trained() -> int:
+        return metrics.read_text().count('"phase": "train"') if metrics.exists() else 0
+
     next_s = started_s + every_s
     while True:
         left_s = started_s + 2 * seconds + ATTEMPT_TIMEOUT_S - time.monotonic()
@@ -60,15 +64,19 @@ def run_job(cluster: SlurmCluster, folder: Path, words: list[str], seconds: floa
         if (job := cluster.wait_for(number, is_due, "the end of the run", left_s))["JobState"] in OVER:
             return job
         say(f"minute {(time.monotonic() - started_s) / 60:.1f}: the job is queued again")
-        attempt, since_s = f"attempt {int(job['Restarts']) + 2}:", time.time()
+        attempt = f"attempt {int(job['Restarts']) + 2}:"
         cluster.command("scontrol", "requeue", number)
 
-        def has_gone_on(job: dict[str, str]) -> bool:
-            is_new = attempt in output.read_text() and metrics.exists() and metrics.stat().st_mtime > since_s
-            return job["JobState"] in OVER or is_new
+        def has_begun(job: dict[str, str]) -> bool:
+            return job["JobState"] in OVER or attempt in output.read_text()
 
+        def has_gone_on(job: dict[str, str]) -> bool:
+            return job["JobState"] in OVER or num_trained() > trained
+
+        cluster.wait_for(number, has_begun, "the next attempt", ATTEMPT_TIMEOUT_S)
+        trained = num_trained()
         cluster.wait_for(number, has_gone_on, "a step of the next attempt", ATTEMPT_TIMEOUT_S)
-        next_s += every_s
+        next_s = max(next_s + every_s, time.monotonic())  # an attempt that started for long has at least that step
 
 
 def report(folder: Path, job: dict[str, str]) -> int:
