@@ -180,6 +180,10 @@ class SlurmCluster:
         """Wait until a job is over. Returns: as `job`. Raises: AssertionError after `timeout_s`."""
         return self.wait_for(number, lambda job: job["JobState"] in OVER, f"the end of job {number}", timeout_s)
 
+    def wait_until_idle(self) -> None:
+        """Wait until every node is free: a job that is over still holds its own for a moment. Raises: AssertionError."""
+        self._wait("idle nodes", self._is_idle)
+
     def processes(self) -> list[psutil.Process]:
         """The living processes that jobs of this cluster started."""
         found = []
@@ -229,7 +233,7 @@ class SlurmCluster:
         self._start_daemon("slurmctld", "-D", "-f", str(self.configuration))
         for node in self.nodes:
             self._start_daemon("slurmd", "-D", "-f", str(self.configuration), "-N", node)
-        self._wait("idle nodes", self._is_idle)
+        self.wait_until_idle()
         self._running.callback(self._cancel_all)
         say(
             f"started in {time.monotonic() - started_s:.1f} s on 127.0.0.1, in {self.folder}: "
@@ -249,7 +253,9 @@ class SlurmCluster:
             for daemon in self._daemons:
                 code = daemon.exit_code
                 assert code is None, f"{daemon.name} ended with exit code {code}:\n{log_excerpt(daemon.log_path)}"
-            assert time.monotonic() < deadline, f"no {what} within {START_TIMEOUT_S:.0f} s; logs are in {self.folder}"
+            if time.monotonic() > deadline:
+                state = self._try("squeue").stdout + self._try("sinfo", "--long", "--Node").stdout
+                raise AssertionError(f"no {what} within {START_TIMEOUT_S:.0f} s; logs are in {self.folder}\n{state}")
             time.sleep(0.1)
 
     def _is_idle(self) -> bool:

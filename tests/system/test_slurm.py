@@ -286,6 +286,7 @@ def test_host_lists_are_read_as_slurm_reads_them(cluster):
 def test_srun_starts_the_doctor_on_all_nodes_of_a_job(cluster):
     doctor = [sys.executable, "-m", "megatron_sao.cli.doctor", "configs/local.toml"]
     command = ["srun", "--nodes=3", "--ntasks-per-node=1", "--mpi=none", *doctor]
+    cluster.wait_until_idle()
     try:
         done = subprocess.run(command, cwd=CLONE, env={**os.environ, **cluster.env}, capture_output=True, text=True,
                               timeout=START_TIMEOUT_S)  # fmt: skip
