@@ -18,7 +18,7 @@ def pytest_terminal_summary(terminalreporter):
         for report in reports:
             if getattr(report, "nodeid", "").startswith(WHOLE_RUNS) and getattr(report, "passed", False):
                 lines = [line for line in report.capstdout.splitlines() if line.startswith(("[slurm] ", "ended "))]
-                said += [f"{report.nodeid.removeprefix(WHOLE_RUNS + '/')}: {line}" for line in dict.fromkeys(lines)]
+                said += [f"{report.nodeid.removeprefix(WHOLE_RUNS + '/')}: {line}" for line in lines]
     if said:
         terminalreporter.section("what whole runs started and stopped")
         for line in dict.fromkeys(said):

@@ -1,9 +1,9 @@
-"""The folder of a run between its attempts: made, continued, what its processes start from and where they find each other.
+"""The folder of a run between its attempts: made, continued, what its processes start from, where they find each other.
 
-Owns `run.json`, `scheduler.json` and the files of the engines. Invariants: a new run finds an empty folder, an earlier run of its name is moved aside, nothing is
-overwritten; a continued one finds no trace of the attempt before that its processes could mistake for their own (an
-address, a result, a wish to stop, an older checkpoint to go on from), and the logs of that attempt under `logs.1`,
-`logs.2` and so on.
+Owns `run.json`, `scheduler.json` and the files of the engines. Invariants: a new run finds an empty folder, an earlier
+run of its name is moved aside, nothing is overwritten; a continued one finds no trace of the attempt before that its
+processes could mistake for their own (an address, a result, a wish to stop, an older checkpoint to go on from), and the
+logs of that attempt under `logs.1`, `logs.2` and so on.
 """
 
 import json
@@ -58,9 +58,7 @@ def register_engine(folder: Path, number: int, url: str) -> None:
     """Effect: tells the scheduler where this engine listens, or will once it has started."""
     path = engine_file(folder, number)
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps({"url": url}) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    _replace(path, {"url": url})
 
 
 def registered_url(folder: Path, number: int) -> str | None:
@@ -82,14 +80,12 @@ class Announced:
 def announce_scheduler(folder: Path, address: str) -> None:
     """Effect: tells that this attempt has its scheduler, which is not ready. Raises: FileExistsError if it has one."""
     with open(folder / ADDRESS_FILE, "x", encoding="utf-8") as file:
-        file.write(_announcement(address, is_ready=False))
+        file.write(json.dumps({"address": address, "is_ready": False}) + "\n")
 
 
 def announce_ready(folder: Path, address: str) -> None:
     """Effect: tells the trainer that it may come."""
-    temporary = folder / f".{ADDRESS_FILE}.partial"
-    temporary.write_text(_announcement(address, is_ready=True), encoding="utf-8")
-    temporary.replace(folder / ADDRESS_FILE)
+    _replace(folder / ADDRESS_FILE, {"address": address, "is_ready": True})
 
 
 def announced_scheduler(folder: Path) -> Announced | None:
@@ -101,8 +97,11 @@ def announced_scheduler(folder: Path) -> Announced | None:
         return None
 
 
-def _announcement(address: str, is_ready: bool) -> str:
-    return json.dumps({"address": address, "is_ready": is_ready}) + "\n"
+def _replace(path: Path, content: dict[str, str | bool]) -> None:
+    """Effect: whoever reads `path` finds what it held before or this, never a part."""
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def make_run_folder(path: Path) -> Path | None:

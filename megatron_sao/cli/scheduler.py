@@ -5,9 +5,9 @@
 
 A prepared run folder (`cli/prepare.py`) says which model and which checkpoint it is, and engines that are not named
 here register there. They may still be starting. The trainer finds the scheduler through `scheduler.json` in the run
-folder, which also keeps a second scheduler away. The file `stop` there, or SIGTERM, makes the run save and end before its end. The process exits 0 only after the
-trainer said that it finished or has saved, or is not missed because a stop is wanted; `scheduler_summary.json` says what
-became of every prompt, however the run ended.
+folder, which also keeps a second scheduler away. The file `stop` there, or SIGTERM, makes the run save and end before
+its end. The process exits 0 only after the trainer said that it finished or has saved, or is not missed because a stop
+is wanted; `scheduler_summary.json` says what became of every prompt, however the run ended.
 """
 
 import asyncio
@@ -112,15 +112,13 @@ async def _run(config: Config, run_folder: Path, start: RunStart, engine_urls: l
     channel = SchedulerChannel(host, config.schedule.port)
     try:
         _announce(run_folder, channel.address)
+        try:
+            # Before anything else is written. A run that shall stop needs no engines.
+            await stop.unless(engines.wait)
+        except BaseException:
+            (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
+            raise
     except BaseException:
-        await channel.close()
-        await engines.close()
-        raise
-    try:
-        # Before anything else is written. A run that shall stop needs no engines.
-        await stop.unless(engines.wait)
-    except BaseException:
-        (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
         await channel.close()
         await engines.close()
         raise

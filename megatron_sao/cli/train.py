@@ -132,7 +132,8 @@ def _scheduler_address(run_folder: Path, engine_start_s: float) -> str:
             raise ProtocolError("the scheduler ended before it was ready; see its log")
         if time.monotonic() > deadline:
             raise ProtocolError(
-                f"no scheduler was ready, which {run_folder / ADDRESS_FILE} would say, within {wait_s:.0f} s; see its log"
+                f"no scheduler was ready within {wait_s:.0f} s, which {run_folder / ADDRESS_FILE} would say; see its"
+                " log"
             )
         time.sleep(0.1)
     return scheduler.address

@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_sao.cli.run_folder import make_run_folder
 from megatron_sao.observe.metrics import read_metrics
 from megatron_sao.observe.trajectories import read_trajectories
-from tests.support.local_run import CLONE
+from tests.support.local_run import CLONE, num_trained
 from tests.support.slurm import OVER, SlurmCluster, say
 
 ATTEMPT_TIMEOUT_S = 600.0  # until a job that was queued again has trained a step
@@ -49,11 +49,6 @@ def run_job(cluster: SlurmCluster, folder: Path, words: list[str], seconds: floa
         f"--output={output}", "--nodes=2", *sizes, ":", "--nodes=1", *sizes, "launch/slurm.sbatch", *words,
         cwd=CLONE,
     )  # fmt: skip
-    metrics = folder / "run" / "metrics.jsonl"
-
-    def num_trained() -> int:
-        return metrics.read_text().count('"phase": "train"') if metrics.exists() else 0
-
     next_s = started_s + every_s
     while True:
         left_s = started_s + 2 * seconds + ATTEMPT_TIMEOUT_S - time.monotonic()
@@ -71,10 +66,10 @@ def run_job(cluster: SlurmCluster, folder: Path, words: list[str], seconds: floa
             return job["JobState"] in OVER or attempt in output.read_text()
 
         def has_gone_on(job: dict[str, str]) -> bool:
-            return job["JobState"] in OVER or num_trained() > trained
+            return job["JobState"] in OVER or num_trained(folder / "run") > trained
 
         cluster.wait_for(number, has_begun, "the next attempt", ATTEMPT_TIMEOUT_S)
-        trained = num_trained()
+        trained = num_trained(folder / "run")
         cluster.wait_for(number, has_gone_on, "a step of the next attempt", ATTEMPT_TIMEOUT_S)
         next_s = max(next_s + every_s, time.monotonic())  # an attempt that started for long has at least that step
 

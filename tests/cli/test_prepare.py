@@ -76,7 +76,6 @@ def test_a_run_that_goes_on_is_left_alone(attempt, monkeypatch, switches):
     monkeypatch.setattr(preflight, "ENDS_WITHIN_S", 0.1)
     folder, _ = attempt()
     add_checkpoint(folder, 20)
-    address = folder / files.ADDRESS_FILE
     with zmq.Context() as context, context.socket(zmq.ROUTER) as scheduler:
         port = scheduler.bind_to_random_port("tcp://127.0.0.1")
         announce_scheduler(folder, f"tcp://127.0.0.1:{port}")

@@ -109,6 +109,12 @@ def _goes_on_with(process: psutil.Process, arguments: list[str] | None) -> bool:
         return False
 
 
+def num_trained(run_folder: Path) -> int:
+    """How many policy steps a run has written down, also while it goes on."""
+    metrics = run_folder / "metrics.jsonl"
+    return metrics.read_text().count('"phase": "train"') if metrics.exists() else 0
+
+
 class LocalRun(MarkedCommand):
     """One run of the whole system with the small configuration."""
 

@@ -181,7 +181,7 @@ class SlurmCluster:
         return self.wait_for(number, lambda job: job["JobState"] in OVER, f"the end of job {number}", timeout_s)
 
     def wait_until_idle(self) -> None:
-        """Wait until every node is free: a job that is over still holds its own for a moment. Raises: AssertionError."""
+        """Wait until every node is free, which takes a moment after the end of a job. Raises: AssertionError."""
         self._wait("idle nodes", self._is_idle)
 
     def processes(self) -> list[psutil.Process]:
