@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 WHOLE_RUNS = "tests/system"
+PLACE_IN_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -23,6 +24,17 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("what whole runs started and stopped")
         for line in dict.fromkeys(said):
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def place_in_world():
+    """A test that leaves torchrun's variables behind sends the processes of later tests to a meeting point of its own."""
+    before = {name: os.environ.get(name) for name in PLACE_IN_WORLD}
+    yield
+    left = {name: os.environ.get(name) for name in PLACE_IN_WORLD}
+    for name, value in before.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    assert left == before, "this test leaves variables of torchrun behind in the test process"
 
 
 @pytest.fixture(scope="session")

@@ -204,12 +204,12 @@ def _examine_hosts(host: Host) -> int:
 
     rank, world_size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     started_s = time.monotonic()
-    address = resolve(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    address, port = resolve(os.environ.get("MASTER_ADDR", "127.0.0.1")), _meeting_port()
     interface = host.config.parallel.interface or interface_of(own_address(address))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
     findings = _examine(host) if local_rank == 0 else []
-    group = _meet(address, rank, world_size)
+    group = _meet(address, port, rank, world_size)
     findings += _together(group, host, address, local_rank)
     own = msgspec.json.encode(Examined(socket.gethostname(), findings)).decode()
     hosts = [msgspec.json.decode(text, type=Examined) for text in gather_texts(group, own)]
@@ -221,15 +221,24 @@ def _examine_hosts(host: Host) -> int:
     return _exit_code([finding for examined in hosts for finding in examined.findings])
 
 
-def _meet(address: str, rank: int, world_size: int) -> "WeightGroup":
+def _meet(address: str, port: int, rank: int, world_size: int) -> "WeightGroup":
     """One gloo group of all processes. torchrun's agent holds a store already."""
     from megatron_sao.transport.group import host_store, weight_group
 
-    port = int(os.environ.get("MASTER_PORT", 0))
     store = None
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = host_store(address, port=port, timeout_s=MEETING_TIMEOUT_S)
     return weight_group(address, port, rank, world_size, timeout_s=MEETING_TIMEOUT_S, store=store)
+
+
+def _meeting_port() -> int:
+    said = os.environ.get("MASTER_PORT", "")
+    if not said.isdecimal() or not 0 < int(said) < 2**16:
+        raise ConfigError(
+            f"MASTER_PORT = {said!r} is no port at which several processes could meet; set one that is free on the"
+            " first host, or under srun unset it: then it follows from the numbers of job and step"
+        )
+    return int(said)
 
 
 def _together(group: "WeightGroup", host: Host, address: str, local_rank: int) -> list[Finding]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron_sao.errors import ProtocolError
 
 _NUM_PROBES = 4
+_MAX_GREETING_BYTES = 4096
 _FAREWELL = "farewell"
 _LOSS = "loss"
 
@@ -170,13 +171,18 @@ class _Peer:
         return [json.loads(line) for line in lines] if received else None
 
     def greeting(self) -> dict | None:
-        """The other's name; None when it is none of ours."""
+        """The other's name; None when it is none of ours. What it said next is still there for `receive`."""
+        line = b""
         try:
-            messages = self.receive()
+            while not line.endswith(b"\n"):
+                received = self.connection.recv(1)
+                if not received or len(line) == _MAX_GREETING_BYTES:
+                    return None
+                line += received
+            message = json.loads(line)
         except (OSError, ValueError):
             return None
-        greets = messages and isinstance(messages[0], dict) and {"rank", "host"} <= messages[0].keys()
-        return messages[0] if greets else None
+        return message if isinstance(message, dict) and {"rank", "host"} <= message.keys() else None
 
 
 def is_broken_collective(error: BaseException) -> bool:

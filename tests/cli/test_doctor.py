@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sao.cli import doctor_checks
+from megatron_sao.cli import doctor, doctor_checks
 from megatron_sao.cli.doctor import Examined, _LocalTrial, _print, main
 from megatron_sao.cli.doctor_checks import FAULT, MISSING, NOTE, OK, Finding, Host
 from megatron_sao.config import load_config
@@ -121,6 +121,15 @@ def test_of_other_hosts_only_what_differs_is_printed(capsys):
     assert text.count("3.12") == 1 and text.count("96") == 1 and text.count("128") == 1
     assert "c: what differs from a" in text and "b: what" not in text
     assert "3 host(s): 3 ok, 0 note, 0 missing, 0 fault" in text
+
+
+@pytest.mark.parametrize("port", [None, "", "0", "65536", "tcp"])
+def test_several_processes_need_a_port_to_meet_at(port, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_PORT", raising=False) if port is None else monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setattr(doctor, "hush_libraries", lambda: None)
+    with pytest.raises(ConfigError, match=f"MASTER_PORT = '{port or ''}' is no port .* or under srun unset it"):
+        main(["configs/local.toml"])
 
 
 def printed_by(*arguments):

@@ -1,5 +1,6 @@
 """What ranks learn about each other's ends; a host that falls silent is in tests/system/test_two_hosts.py."""
 
+import json
 import os
 import queue
 import socket
@@ -7,7 +8,7 @@ import threading
 import time
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from megatron_sao.parallel.watch import PeerWatch
 from tests.support.ranks import RankFailure, run_ranks
@@ -62,7 +63,29 @@ def test_a_rank_that_ends_too_early_is_named_on_every_rank(store):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_says_why_it_ends(store, rank):
     told = f"rank {rank} of the trainer (host {HOST}) failed: tensor x has shape [1], not [2]"
-    assert run_ranks(3, leave, store.port, (0, 1, 2), rank, None) == [None if other == rank else told for other in range(3)]
+    heard = run_ranks(3, leave, store.port, (0, 1, 2), rank, None)
+    assert heard == [None if other == rank else told for other in range(3)]
+
+
+def test_a_fault_that_arrives_together_with_the_greeting_is_heard(store, monkeypatch):
+    place = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    said = b'{"rank": 0, "host": "h0"}\n{"loss": "rank 0 of the trainer (host h0) failed: no such file"}\n'
+    losses, connections = queue.Queue(), []
+
+    def be_rank_0():
+        connections.append(server.accept()[0])
+        connections[0].sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        PrefixStore("peer-watch", store).set("address", json.dumps(server.getsockname()))
+        rank_0 = threading.Thread(target=be_rank_0, daemon=True)
+        rank_0.start()
+        PeerWatch("127.0.0.1", join_timeout_s=WAIT_S, lost_after_s=6.0, on_loss=losses.put)
+        assert losses.get(timeout=WAIT_S) == "rank 0 of the trainer (host h0) failed: no such file"
+        rank_0.join(WAIT_S)
+        connections[0].close()
 
 
 def stay_away(port, rank_that_stays_away):
@@ -79,4 +102,4 @@ def test_a_rank_that_does_not_come_is_named(store, rank):
 def test_one_rank_alone_watches_nothing(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    start_watch(0, queue.Queue()).close()
+    PeerWatch("127.0.0.1", join_timeout_s=WAIT_S, lost_after_s=6.0, on_loss=pytest.fail).close()

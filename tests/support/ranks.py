@@ -1,5 +1,6 @@
 """Runs a function as N real ranks (gloo, forked): the heavy imports are paid once, in the parent."""
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -27,10 +28,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
-        pids = [_fork(rank, world_size, port, Path(folder), function, args) for rank in range(world_size)]
+        pids = [_fork(rank, world_size, port, Path(folder), timeout_s, function, args) for rank in range(world_size)]
         failure = _wait(pids, timeout_s)
         if failure is not None:
-            logs = [p.read_text() for p in sorted(Path(folder).glob("*.error"))]
+            logs = [p.read_text() for p in sorted(Path(folder).glob("*.error")) + sorted(Path(folder).glob("*.stacks"))]
             raise RankFailure(failure + "\n" + "\n".join(logs))
         return [pickle.loads((Path(folder) / f"{rank}.result").read_bytes()) for rank in range(world_size)]
 
@@ -41,7 +42,9 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _fork(rank: int, world_size: int, port: int, folder: Path, function: Callable, args: tuple) -> int:
+def _fork(
+    rank: int, world_size: int, port: int, folder: Path, timeout_s: float, function: Callable, args: tuple
+) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -49,6 +52,8 @@ def _fork(rank: int, world_size: int, port: int, folder: Path, function: Callabl
         return pid
     code = 1
     end_with_parent()
+    stacks = (folder / f"{rank}.stacks").open("w")  # of a rank that hangs
+    faulthandler.dump_traceback_later(0.9 * timeout_s, file=stacks)
     try:
         os.environ.update(
             RANK=str(rank),
