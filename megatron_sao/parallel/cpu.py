@@ -150,6 +150,18 @@ def _patch_all_gather() -> None:
     dist.all_gather = all_gather
 
 
+def _patch_jit_fuser() -> None:
+    """megatron-core 0.19: its jit_fuser is torch.compile: minutes for nothing here. It decorates functions while
+    megatron.core is imported, and torch.compile then imports the compiler, a quarter of a trainer's start; so that
+    torch.compile is a decorator that does nothing for as long as megatron.core chooses its fuser."""
+    compiles, torch.compile = torch.compile, lambda function=None, **_: function or (lambda function: function)
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compiles
+    jit.disable_jit_fuser()
+
+
 def _patch_packed_rope() -> None:
     """megatron-core 0.19: unfused rope of packed sequences loops over sequences in Python with a slice assignment each
     (on a GPU it also waits for the lengths); 128 short trajectories cost more than the rest of the layer. Here: one
@@ -182,13 +194,12 @@ def install() -> None:
 
 
 def _run_on_cpu() -> None:
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's jit_fuser is torch.compile: minutes for nothing here
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron warns without it
-    torch._dynamo.config.disable = True
     _patch_torch_cuda()
     _patch_all_to_all()
     _patch_all_gather()
     enter()
+    _patch_jit_fuser()  # imports megatron.core, which takes functions of torch.cuda as they are then
     from megatron_sao.parallel import cpu_adam
 
     cpu_adam.install()
