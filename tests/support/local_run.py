@@ -21,7 +21,7 @@ _MARK = "MEGATRON_SAO_TEST_MARK"
 
 # How the command line of each process goes on after its python.
 ENGINE_CORE = "VLLM::EngineCore"  # the name of vLLM's process that holds the model
-ENGINE = ["-m", "vllm.entrypoints.openai.api_server"]
+ENGINE = ["-m", "megatron_sao.rollout.vllm_server"]
 SCHEDULER = ["-m", "megatron_sao.cli.scheduler"]
 TORCHRUN = ["-m", "torch.distributed.run"]
 TRAINER_RANK = ["-u", "-m", "megatron_sao.cli.train"]
