@@ -23,7 +23,13 @@ from safetensors.numpy import save_file
 import megatron_sao
 from megatron_sao.errors import CheckpointError, ConfigError, EngineError
 from megatron_sao.rollout import engine_process
-from megatron_sao.rollout.engine_process import SERVER, EngineProcess, EngineSettings, engine_command, engine_environment
+from megatron_sao.rollout.engine_process import (
+    SERVER,
+    EngineProcess,
+    EngineSettings,
+    engine_command,
+    engine_environment,
+)
 
 HEALTHY = """
     import http.server, subprocess, sys
