@@ -36,6 +36,7 @@ class _Slot:
     fenced_because: str = "it has not been asked for its weights yet"  # "" = serves
     answers: bool = False
     version: int = -1  # what it published last, as far as is known
+    has_our_push: bool = False  # its last published version came from this pool; else from who knows where
     num_workers: int = 0
     is_joined: bool = False  # in the weight group, as far as is known
     num_failures_alone: int = 0  # pushes to this engine alone that failed, since it last served
@@ -154,7 +155,8 @@ class EnginePool:
 
         Args: ask_absent: False = those that are out are asked only if no other answers; asking costs time.
         Effect: those that do not answer are out. One that was out or fenced serves (again) if its weights are whole and
-        those of `policy_version`; one that was started again is fenced.
+        those of `policy_version`, which this pool pushed or the engine started with; one that was started again is
+        fenced.
         Raises: EngineError when none answers for `return_timeout_s`.
         """
         deadline = asyncio.get_running_loop().time() + self._return_timeout_s
@@ -207,8 +209,12 @@ class EnginePool:
             await self._take_out(slot, f"it reports version {version}, not {slot.version}: it was started again")
             slot.answers = True
         elif slot.fenced_because and not is_paused and version == policy_version:
-            # Weights in the middle of an update are those of a paused engine.
-            await self._admit([slot], policy_version)
+            # Weights in the middle of an update are those of a paused engine. An equal number says nothing of weights
+            # that another run, or another attempt of this one, has pushed; version 0 is what an engine starts with.
+            if slot.has_our_push or version == 0:
+                await self._admit([slot], policy_version)
+            else:
+                slot.fenced_because = f"its version {version} was pushed before this run began"
         slot.version = version
 
     async def _admit(self, slots: Sequence[_Slot], policy_version: int) -> None:
@@ -335,7 +341,10 @@ class EnginePool:
                                   f"{reported}")
 
         failed = await self._try_all(self._members, publish)
-        await self._admit([slot for slot in self._members if slot not in failed], policy_version)
+        published = [slot for slot in self._members if slot not in failed]
+        for slot in published:
+            slot.has_our_push = True
+        await self._admit(published, policy_version)
         for slot in self._members:
             slot.is_updated = False
         await self._report(f"publish policy_version {policy_version}", failed)
