@@ -41,7 +41,7 @@ from megatron_sao.cli.doctor_checks import (
     Finding,
     Host,
 )
-from megatron_sao.cli.network import interface_of, own_address, resolve
+from megatron_sao.cli.network import interface_of, own_address, resolve, take_interface
 from megatron_sao.cli.options import DRY_RUN, hush_libraries, parse_options, run_command
 from megatron_sao.cli.slurm import srun_world
 from megatron_sao.cli.tables import MIB, Report
@@ -205,9 +205,7 @@ def _examine_hosts(host: Host) -> int:
     rank, world_size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     started_s = time.monotonic()
     address, port = resolve(os.environ.get("MASTER_ADDR", "127.0.0.1")), _meeting_port()
-    interface = host.config.parallel.interface or interface_of(own_address(address))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, interface)
+    take_interface(interface_of(own_address(address)), host.config.parallel.interface)
     findings = _examine(host) if local_rank == 0 else []
     group = _meet(address, port, rank, world_size)
     findings += _together(group, host, address, local_rank)

@@ -16,17 +16,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_sao.cli.files import LOGS_FOLDER, STOP_FILE, SUMMARY_FILE
+from megatron_sao.cli.heartbeat import HeartWatch
 from megatron_sao.cli.kept_engine import KeptEngine, engine_settings
-from megatron_sao.cli.network import PLACE_VALUES, HostPlace, host_place
+from megatron_sao.cli.network import PLACE_VALUES, HostPlace, host_place, take_interface
 from megatron_sao.cli.node import prepared_run
 from megatron_sao.cli.options import parse_options, run_command
-from megatron_sao.cli.run_folder import read_start, register_engine
+from megatron_sao.cli.run_folder import announced_scheduler, read_start, register_engine
 from megatron_sao.cli.slurm import gpus_on_node
 from megatron_sao.cli.stop import StopOnSignal
 from megatron_sao.config import Config, check_num_nodes, describe
 from megatron_sao.config.devices import engine_devices, visible_devices
-from megatron_sao.errors import ConfigError
+from megatron_sao.errors import ConfigError, ProtocolError
 from megatron_sao.rollout.engine_process import EngineProcess, is_cpu_build
+
+SILENT_S = 120.0  # of the scheduler's heart, after which it counts as gone
 
 _ABOUT = "Run the engines of one rollout host of a prepared run: RUN_FOLDER."
 
@@ -44,6 +47,7 @@ def main(argv: Sequence[str]) -> None:
             say(f"would start engine {number} at {place.address} ({place.interface}), GPUs: {shown or 'none'}")
         return
     model_folder = read_start(run_folder).model
+    take_interface(place.interface, config.parallel.interface)
     stop = StopOnSignal(run_folder, config.checkpoint.stop_grace_s, say)
     with ExitStack() as running:
         engines = []
@@ -51,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
             engine = start_engine(config, number, model_folder, run_folder, place, shown)
             running.callback(engine.process.stop)
             engines.append(engine)
-        keep(engines, run_folder, stop)
+        keep(engines, run_folder, stop, config.parallel.join_timeout_s)
         say("the run is over")
 
 
@@ -87,12 +91,12 @@ def devices_of_engines(env: Mapping[str, str], count: int, num_workers: int, is_
 def start_engine(
     config: Config, number: int, model_folder: Path, run_folder: Path, place: HostPlace, devices: str
 ) -> KeptEngine:
-    """Effect: the engine is starting, and the scheduler is told where it will listen."""
+    """Effect: the engine is starting, on the network interface that the environment names, and the scheduler is told
+    where it will listen."""
     log_path = run_folder / LOGS_FOLDER / f"engine-{number}.log"
     settings = replace(
         engine_settings(config, number, model_folder, log_path),
         host=place.address,
-        interface=place.interface,
         devices=devices,
     )
     process = EngineProcess(settings).start()
@@ -101,17 +105,35 @@ def start_engine(
     return KeptEngine(process, config.engine.restarts, say)
 
 
-def keep(engines: list[KeptEngine], run_folder: Path, stop: StopOnSignal) -> None:
+def keep(engines: list[KeptEngine], run_folder: Path, stop: StopOnSignal, start_timeout_s: float) -> None:
     """Wait until the run is over; engines that die before it is told to stop are started again.
 
-    Raises: EngineError when one does not start or dies too often, SaoError when a stop takes too long.
+    Args: start_timeout_s: within which the scheduler has to begin.
+    Raises: EngineError when one does not start or dies too often, SaoError when a stop takes too long, ProtocolError
+        when the scheduler does not come, or is gone without a word: its host may have lost its power.
     """
+    heart, began_s = HeartWatch(run_folder), time.monotonic()
     while not (run_folder / SUMMARY_FILE).exists():
         stop.check()
+        _check_scheduler(run_folder, heart.silent_s(), time.monotonic() - began_s, start_timeout_s)
         if not (run_folder / STOP_FILE).exists():
             for engine in engines:
                 engine.check()
         time.sleep(0.2)
+
+
+def _check_scheduler(run_folder: Path, silent_s: float, waited_s: float, start_timeout_s: float) -> None:
+    scheduler = announced_scheduler(run_folder)
+    if scheduler is None and waited_s > start_timeout_s:
+        raise ProtocolError(
+            f"no scheduler has begun in {run_folder} within parallel.join_timeout_s = {start_timeout_s:.0f} s: is it"
+            " started, and does its host see the same folder?"
+        )
+    if scheduler is not None and silent_s > SILENT_S:
+        raise ProtocolError(
+            f"the scheduler on the host {scheduler.host} gave no sign of life in {run_folder} for {SILENT_S:.0f} s:"
+            " is that host up, and the file system between the two?"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """This host's place among those of a run: its number, and its address and network interface as the others see them."""
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ PLACE_VALUES = {
 }
 
 
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
 @dataclass(frozen=True)
 class HostPlace:
     """One host among those that do the same. The defaults are those of a run on one machine."""
@@ -24,7 +28,7 @@ class HostPlace:
     number: int = 0  # of this host
     num_hosts: int = 1
     address: str = "127.0.0.1"  # of this host, as the others reach it
-    interface: str = "lo"  # network interface of gloo and NCCL
+    interface: str = "lo"  # network interface of gloo and NCCL, unless the environment names another
 
 
 def host_place(values: Mapping[str, str], interface: str) -> HostPlace:
@@ -46,6 +50,20 @@ def host_place(values: Mapping[str, str], interface: str) -> HostPlace:
     meeting = resolve(name)
     address = own_address(meeting)
     return HostPlace((meeting, port), number, num_hosts, address, interface or interface_of(address))
+
+
+def take_interface(found: str, configured: str) -> None:
+    """Effect: gloo and NCCL of this process, and of those that it starts, use this network interface.
+
+    Args:
+        found: the one to take where neither the configuration nor the environment names one.
+        configured: parallel.interface; may be empty.
+    """
+    for name in INTERFACE_VARIABLES:
+        if configured:
+            os.environ[name] = configured
+        else:
+            os.environ.setdefault(name, found)
 
 
 def split_endpoint(endpoint: str, option: str) -> tuple[str, int]:

@@ -7,6 +7,7 @@ It starts the processes, waits, and ends as they do, with the cause as its messa
 the whole run (`cli/stop.py`), and nothing that it started outlives it.
 """
 
+import ipaddress
 import json
 import socket
 import sys
@@ -109,9 +110,12 @@ def trainer_host(values: dict[str, str], config: Config) -> HostPlace:
             f"--nodes {place.num_hosts} does not divide parallel.tp * pp * cp * dp = {ranks}, the trainer's ranks"
         )
     if place.rendezvous and place.number == 0 and place.address != place.rendezvous[0]:
+        advice = "start host 0 there"
+        if ipaddress.ip_address(place.rendezvous[0]).is_loopback:
+            advice = "no other host reaches that one (/etc/hosts of this host?): give the address by which they reach it"
         raise ConfigError(
             f"--rendezvous {values['rendezvous']} is at {place.rendezvous[0]}, but this host, --node-rank 0, has the"
-            f" address {place.address}; start host 0 there"
+            f" address {place.address}; {advice}"
         )
     return place
 

@@ -9,7 +9,8 @@ import socket
 import time
 from pathlib import Path
 
-from megatron_sao.cli.files import ADDRESS_FILE, STOP_FILE
+from megatron_sao.cli.files import ADDRESS_FILE, STOP_FILE, SUMMARY_FILE
+from megatron_sao.cli.heartbeat import beats
 from megatron_sao.cli.network import split_endpoint
 from megatron_sao.cli.run_folder import announced_scheduler
 from megatron_sao.config import Config, check_is_built, check_model_fits
@@ -35,23 +36,33 @@ def check_before_start(config: Config) -> None:
 
 
 def check_not_running(run_folder: Path) -> None:
-    """No scheduler of an earlier attempt still serves the run in this folder. Raises: ConfigError."""
+    """No scheduler of an earlier attempt still serves the run in this folder, on whatever host. Raises: ConfigError."""
     scheduler = announced_scheduler(run_folder)
     if scheduler is None:
         return
-    address = scheduler.address
-    try:
-        endpoint = split_endpoint(address.removeprefix("tcp://"), ADDRESS_FILE)
-    except ConfigError:
-        return
     deadline = time.monotonic() + ENDS_WITHIN_S
-    while _is_zeromq(endpoint):
+    while _answers(scheduler.address):
         if time.monotonic() > deadline:
-            raise ConfigError(
-                f"the run in {run_folder} goes on: its scheduler answers at {address}; end it first (the file"
-                f" {run_folder / STOP_FILE} makes it save and end), or choose another run.name"
-            )
+            raise _goes_on(run_folder, f"its scheduler answers at {scheduler.address}")
         time.sleep(0.2)
+    has_said_its_end = (run_folder / SUMMARY_FILE).exists()
+    if not has_said_its_end and beats(run_folder):
+        raise _goes_on(run_folder, f"its scheduler lives on the host {scheduler.host}")
+
+
+def _goes_on(run_folder: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"the run in {run_folder} goes on: {why}; end it first (the file {run_folder / STOP_FILE} makes it save and"
+        " end), or choose another run.name"
+    )
+
+
+def _answers(address: str) -> bool:
+    """Whether a scheduler answers at tcp://HOST:PORT, as far as this host reaches."""
+    try:
+        return _is_zeromq(split_endpoint(address.removeprefix("tcp://"), ADDRESS_FILE))
+    except ConfigError:
+        return False
 
 
 def _is_zeromq(endpoint: tuple[str, int]) -> bool:

@@ -1,12 +1,14 @@
 """Makes ready what a run needs before its processes start: a checked configuration, the model, the run folder.
 
-    python -m megatron_sao.cli.prepare CONFIG [--section.key value ...] [--resume | --resume-or-start] [--dry-run]
+    python -m megatron_sao.cli.prepare CONFIG [--section.key value ...] [--resume | --resume-or-start | --requeued]
+        [--dry-run]
 
 Its last line is the run folder. There `config.toml` is what the processes are started with, and `run.json` says which
 model they start from and which checkpoint they go on from. Resuming is another thing than starting from weights, which
 is a new run with `model.path`: it counts from 0, with fresh optimizers and every prompt still to come.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,16 +16,19 @@ from megatron_sao.checkpoints import newest
 from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model, check_not_running
-from megatron_sao.cli.run_folder import RunStart, clear_attempt, make_run_folder, write_start
+from megatron_sao.cli.run_folder import RunStart, clear_attempt, make_run_folder, read_start, write_start
 from megatron_sao.config import Config, changes_since, describe, to_toml
 from megatron_sao.errors import ConfigError
 from megatron_sao.observe.progress import Progress
 
 RESUME = "resume"
 RESUME_OR_START = "resume-or-start"
+REQUEUED = "requeued"
+JOB = "SLURM_JOB_ID"
 SWITCHES = {
     RESUME: "go on from the newest checkpoint of this run; an error where there is none",
     RESUME_OR_START: "go on from the newest checkpoint of this run, or start it where there is none",
+    REQUEUED: "the same, but only if this job of SLURM's has begun that run: an earlier one of its name is moved aside",
     **DRY_RUN,
 }
 
@@ -58,15 +63,16 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
     elif aside := make_run_folder(folder):
         say(f"{folder} holds an earlier run: moved to {aside.name}")
     (folder / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
-    write_start(folder, RunStart(model_folder, checkpoint))
+    write_start(folder, RunStart(model_folder, checkpoint, os.environ.get(JOB)))
     return folder
 
 
 def _checkpoint_to_resume(folder: Path, options: Options) -> Path | None:
     """Raises: ConfigError when a run shall be resumed that has saved nothing."""
-    if {RESUME, RESUME_OR_START} <= options.switches:
-        raise ConfigError(f"--{RESUME} and --{RESUME_OR_START} are given; choose one")
-    if not {RESUME, RESUME_OR_START} & options.switches:
+    chosen = [switch for switch in (RESUME, RESUME_OR_START, REQUEUED) if switch in options.switches]
+    if len(chosen) > 1:
+        raise ConfigError(f"--{chosen[0]} and --{chosen[1]} are given; choose one")
+    if not chosen or chosen == [REQUEUED] and not _is_of_this_job(folder):
         return None
     checkpoint = newest(folder / CHECKPOINTS_FOLDER)
     if checkpoint is None and RESUME in options.switches:
@@ -76,6 +82,16 @@ def _checkpoint_to_resume(folder: Path, options: Options) -> Path | None:
             " new one is started"
         )
     return checkpoint
+
+
+def _is_of_this_job(folder: Path) -> bool:
+    """This job of SLURM's has prepared the run there, in an earlier attempt. Raises: ConfigError outside of SLURM."""
+    if JOB not in os.environ:
+        raise ConfigError(f"--{REQUEUED} is for a job of SLURM's; {JOB} is not set")
+    try:
+        return read_start(folder).job == os.environ[JOB]
+    except ConfigError:
+        return False
 
 
 def _model_folder(config: Config) -> Path:

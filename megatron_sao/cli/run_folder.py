@@ -7,12 +7,14 @@ logs of that attempt under `logs.1`, `logs.2` and so on.
 """
 
 import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_sao.cli.files import (
     ADDRESS_FILE,
     ENGINES_FOLDER,
+    HEARTBEAT_FILE,
     LOGS_FOLDER,
     RESULT_FILE,
     RUN_FILE,
@@ -28,12 +30,13 @@ class RunStart:
 
     model: Path  # HF folder of both models before the first step
     resume: Path | None  # the checkpoint to go on from; None = a new run
+    job: str | None = None  # the SLURM job that prepared it
 
 
 def write_start(folder: Path, start: RunStart) -> None:
     """Effect: `run.json` says it."""
     resume = str(start.resume.absolute()) if start.resume else None
-    content = {"model": str(start.model.absolute()), "resume": resume}
+    content = {"model": str(start.model.absolute()), "resume": resume, "job": start.job}
     (folder / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -41,7 +44,8 @@ def read_start(folder: Path) -> RunStart:
     """What `run.json` says. Raises: ConfigError where no run was prepared."""
     try:
         content = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-        return RunStart(Path(content["model"]), Path(content["resume"]) if content["resume"] else None)
+        resume = Path(content["resume"]) if content["resume"] else None
+        return RunStart(Path(content["model"]), resume, content.get("job"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder} is no prepared run folder ({RUN_FILE}: {error}); `python -m megatron_sao.cli.prepare CONFIG`"
@@ -73,26 +77,27 @@ def registered_url(folder: Path, number: int) -> str | None:
 class Announced:
     """What the scheduler of an attempt has told."""
 
-    address: str  # tcp://HOST:PORT, where it listens
+    address: str  # tcp://HOST:PORT, where it listens; maybe for its own host alone
+    host: str  # name of that one
     is_ready: bool  # for the trainer: its engines answer
 
 
 def announce_scheduler(folder: Path, address: str) -> None:
     """Effect: tells that this attempt has its scheduler, which is not ready. Raises: FileExistsError if it has one."""
     with open(folder / ADDRESS_FILE, "x", encoding="utf-8") as file:
-        file.write(json.dumps({"address": address, "is_ready": False}) + "\n")
+        file.write(json.dumps({"address": address, "host": socket.gethostname(), "is_ready": False}) + "\n")
 
 
 def announce_ready(folder: Path, address: str) -> None:
     """Effect: tells the trainer that it may come."""
-    _replace(folder / ADDRESS_FILE, {"address": address, "is_ready": True})
+    _replace(folder / ADDRESS_FILE, {"address": address, "host": socket.gethostname(), "is_ready": True})
 
 
 def announced_scheduler(folder: Path) -> Announced | None:
     """What the scheduler told; None = nothing yet, or not whole."""
     try:
         content = json.loads((folder / ADDRESS_FILE).read_text(encoding="utf-8"))
-        return Announced(content["address"], content["is_ready"])
+        return Announced(content["address"], content["host"], content["is_ready"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -116,7 +121,7 @@ def make_run_folder(path: Path) -> Path | None:
 
 def clear_attempt(folder: Path) -> None:
     """Effect: the attempt before has left nothing behind that the next one could take for its own."""
-    for name in (RUN_FILE, ADDRESS_FILE, STOP_FILE, SUMMARY_FILE, RESULT_FILE):
+    for name in (RUN_FILE, ADDRESS_FILE, HEARTBEAT_FILE, STOP_FILE, SUMMARY_FILE, RESULT_FILE):
         (folder / name).unlink(missing_ok=True)
     for file in (folder / ENGINES_FOLDER).glob("*"):
         file.unlink()

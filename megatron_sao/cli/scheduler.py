@@ -26,6 +26,7 @@ import msgspec
 from megatron_sao.checkpoints import SCHEDULER_FOLDER, check_contents, check_sizes, read_manifest
 from megatron_sao.cli.arrivals import RunEngines
 from megatron_sao.cli.files import ADDRESS_FILE, LEDGER_FILE, SUMMARY_FILE
+from megatron_sao.cli.heartbeat import Heart
 from megatron_sao.cli.options import Options, parse_options, run_command
 from megatron_sao.cli.run_folder import RunStart, announce_ready, announce_scheduler, read_start
 from megatron_sao.cli.run_observer import RunObserver
@@ -112,10 +113,12 @@ async def _run(config: Config, run_folder: Path, start: RunStart, engine_urls: l
     channel = SchedulerChannel(host, config.schedule.port)
     try:
         _announce(run_folder, channel.address)
+        heart = Heart(run_folder)
         try:
             # Before anything else is written. A run that shall stop needs no engines.
             await stop.unless(engines.wait)
         except BaseException:
+            heart.close()
             (run_folder / ADDRESS_FILE).unlink(missing_ok=True)
             raise
     except BaseException:
@@ -161,6 +164,7 @@ async def _run(config: Config, run_folder: Path, start: RunStart, engine_urls: l
         finally:
             _write_json(run_folder / SUMMARY_FILE, {"outcome": outcome, **scheduler.summary()})
     finally:
+        heart.close()
         looking.cancel()
         observer.close()
         ledger.close()

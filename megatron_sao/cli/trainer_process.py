@@ -10,12 +10,15 @@ from pathlib import Path
 
 from megatron_sao.cli.child import ChildProcess
 from megatron_sao.cli.files import CONFIG_FILE, LOGS_FOLDER
-from megatron_sao.cli.network import HostPlace
+from megatron_sao.cli.network import INTERFACE_VARIABLES, HostPlace, take_interface
 from megatron_sao.config import Config
 
 
 def start_trainer(config: Config, run_folder: Path, host: HostPlace = HostPlace()) -> ChildProcess:
-    """Start this host's share of the ranks; `num_hosts` divides their number."""
+    """Start this host's share of the ranks; `num_hosts` divides their number.
+
+    Effect: with several hosts, the environment of this process names the network interface too.
+    """
     host_0 = host.rendezvous[0] if host.rendezvous else host.address
     command = ["env", "--block-signal=TERM", sys.executable, "-m", "torch.distributed.run", *_place(config, host)]
     command += ["--max-restarts", "0", "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
@@ -24,10 +27,12 @@ def start_trainer(config: Config, run_folder: Path, host: HostPlace = HostPlace(
     command += ["--run-folder", str(run_folder), "--host", host_0, "--own-log"]
     env = {
         "OMP_NUM_THREADS": str(config.run.threads_per_process),
-        "GLOO_SOCKET_IFNAME": host.interface,
-        "NCCL_SOCKET_IFNAME": host.interface,
         "PYTHONWARNINGS": "ignore",  # Megatron's notes on each package that a CPU does not have
     }
+    if host.rendezvous is None:
+        env |= dict.fromkeys(INTERFACE_VARIABLES, host.interface)
+    else:
+        take_interface(host.interface, config.parallel.interface)
     name = "trainer.log" if host.num_hosts == 1 else f"trainer-host-{host.number}.log"
     return ChildProcess("trainer", command, run_folder / LOGS_FOLDER / name, env)
 

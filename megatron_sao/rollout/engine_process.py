@@ -58,7 +58,7 @@ class EngineSettings:
     seed: int = 0  # for requests that bring no seed of their own
     start_timeout_s: float = 240.0
     devices: str = ""  # CUDA_VISIBLE_DEVICES of the server; empty = as this program has it
-    interface: str = ""  # network interface of gloo and NCCL; empty = they choose, on 127.0.0.1 "lo"
+    interface: str = ""  # network interface of gloo and NCCL; empty = as in the environment, on 127.0.0.1 "lo"
 
     @property
     def has_one_worker(self) -> bool:

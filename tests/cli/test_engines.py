@@ -1,14 +1,16 @@
 """The engines of one rollout host: which, on which GPUs, what is refused. tests/system/test_slurm.py runs them."""
 
 import json
+import socket
+import threading
 
 import pytest
 
-from megatron_sao.cli import engines
+from megatron_sao.cli import engines, heartbeat
 from megatron_sao.cli.engines import devices_of_engines, engines_of_host
-from megatron_sao.cli.files import CONFIG_FILE, ENGINES_FOLDER, RUN_FILE
-from megatron_sao.cli.run_folder import register_engine
-from megatron_sao.errors import CheckpointError, ConfigError
+from megatron_sao.cli.files import CONFIG_FILE, ENGINES_FOLDER, RUN_FILE, SUMMARY_FILE
+from megatron_sao.cli.run_folder import announce_scheduler, register_engine
+from megatron_sao.errors import CheckpointError, ConfigError, ProtocolError
 
 
 def test_each_host_has_as_many_engines_in_order():
@@ -42,6 +44,27 @@ def test_an_engine_registers_with_a_whole_file(tmp_path):
     (file,) = (tmp_path / ENGINES_FOLDER).iterdir()
     assert file.name == "engine-3.json"
     assert json.loads(file.read_text()) == {"url": "http://10.0.0.7:8003"}
+
+
+class NoStop:
+    def check(self):
+        pass
+
+
+def test_hosts_of_engines_end_when_the_scheduler_does_not_come_or_falls_silent(tmp_path, monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(engines, "SILENT_S", 1.0)
+    with pytest.raises(ProtocolError, match=r"no scheduler has begun in .* within parallel.join_timeout_s = 0 s"):
+        engines.keep([], tmp_path, NoStop(), start_timeout_s=0.1)
+    announce_scheduler(tmp_path, "tcp://127.0.0.1:9")
+    heart = heartbeat.Heart(tmp_path)
+    ending = threading.Timer(2.0, heart.close)
+    ending.start()
+    with pytest.raises(ProtocolError, match=rf"scheduler on the host {socket.gethostname()} gave no sign of life"):
+        engines.keep([], tmp_path, NoStop(), start_timeout_s=0.1)
+    assert ending.finished.is_set()  # as long as it beat, they stayed
+    (tmp_path / SUMMARY_FILE).write_text("{}")
+    engines.keep([], tmp_path, NoStop(), start_timeout_s=0.1)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """One host's place in the trainer, from the command line; and what is said when hosts do not find each other."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 from megatron_sao.cli import node
 from megatron_sao.cli.child import hosts_missing
-from megatron_sao.cli.network import HostPlace, interface_of, own_address, resolve, split_endpoint
+from megatron_sao.cli.network import HostPlace, interface_of, own_address, resolve, split_endpoint, take_interface
 from megatron_sao.config import load_config, to_toml
 from megatron_sao.errors import ConfigError
 
@@ -23,6 +24,22 @@ def test_one_machine_needs_nothing():
 def test_a_host_finds_its_address_and_interface():
     values = {"nodes": "2", "node-rank": "1", "rendezvous": "localhost:29400"}
     assert node.trainer_host(values, TWO_RANKS) == HostPlace(("127.0.0.1", 29400), 1, 2, "127.0.0.1", "lo")
+
+
+def test_the_interface_of_the_configuration_counts_before_that_of_the_environment_and_that_before_the_one_found(
+    monkeypatch,
+):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib0,ib1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    take_interface("eth0", "")
+    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("=ib0,ib1", "eth0")
+    take_interface("eth0", "bond0")
+    assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"]) == ("bond0", "bond0")
+
+
+def test_a_name_that_means_this_host_alone_is_no_meeting_point():
+    with pytest.raises(ConfigError, match=r"at 127\.0\.1\.1, but .* has the address 127\.0\.0\.1; no other host reaches"):
+        node.trainer_host({"rendezvous": "127.0.1.1:29400"}, TWO_RANKS)
 
 
 def test_the_interface_can_be_said():

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from megatron_sao.checkpoints import CONFIG_FILE, MANIFEST_FILE
-from megatron_sao.cli import files, preflight
+from megatron_sao.cli import files, heartbeat, preflight
 from megatron_sao.cli.options import parse_options
 from megatron_sao.cli.prepare import SWITCHES, prepare
 from megatron_sao.cli.run_folder import announce_scheduler, announced_scheduler, read_start
@@ -74,6 +74,7 @@ def test_a_resumed_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(at
 @pytest.mark.parametrize("switches", [(), ("--resume",)])
 def test_a_run_that_goes_on_is_left_alone(attempt, monkeypatch, switches):
     monkeypatch.setattr(preflight, "ENDS_WITHIN_S", 0.1)
+    monkeypatch.setattr(heartbeat, "WATCH_S", 0.1)
     folder, _ = attempt()
     add_checkpoint(folder, 20)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as scheduler:
@@ -89,6 +90,22 @@ def test_a_run_that_goes_on_is_left_alone(attempt, monkeypatch, switches):
     assert announced_scheduler(folder) is None
 
 
+@pytest.mark.parametrize("switches", [(), ("--resume",)])
+def test_a_run_whose_scheduler_lives_where_this_host_does_not_reach_is_left_alone(attempt, monkeypatch, switches):
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(heartbeat, "WATCH_S", 1.0)
+    folder, _ = attempt()
+    add_checkpoint(folder, 20)
+    announce_scheduler(folder, "tcp://127.0.0.1:9")  # of another host: nobody listens here
+    heart = heartbeat.Heart(folder)
+    with pytest.raises(ConfigError, match=f"goes on: its scheduler lives on the host {socket.gethostname()}; end it"):
+        attempt(*switches)
+    assert announced_scheduler(folder) and not folder.with_name("mine.1").exists()
+    heart.close()
+    attempt(*switches)
+    assert announced_scheduler(folder) is None and not (folder / files.HEARTBEAT_FILE).exists()
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_resuming_what_has_saved_nothing_is_an_error_that_changes_nothing(attempt, tmp_path, exists):
     if exists:
@@ -102,10 +119,31 @@ def test_resuming_what_has_saved_nothing_is_an_error_that_changes_nothing(attemp
         assert not (tmp_path / "runs" / "mine").exists()
 
 
-def test_a_requeued_run_that_has_saved_nothing_begins_again(attempt):
-    attempt("--resume-or-start")
-    folder, said = attempt("--resume-or-start")
+@pytest.mark.parametrize("switch", ["--resume-or-start", "--requeued"])
+def test_a_requeued_run_that_has_saved_nothing_begins_again(attempt, monkeypatch, switch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    attempt(switch)
+    folder, said = attempt(switch)
     assert read_start(folder).resume is None and "moved to mine.1" in said[0]
+
+
+def test_a_requeued_job_goes_on_with_its_own_run_and_leaves_an_earlier_one_of_that_name_alone(attempt, monkeypatch):
+    """A job may be queued again before it has prepared anything."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    folder, _ = attempt()
+    earlier = add_checkpoint(folder, 500)
+    assert attempt("--requeued") and read_start(folder).resume == earlier
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
+    _, said = attempt("--requeued")
+    assert read_start(folder).resume is None and "moved to mine.1" in said[0]
+    own = add_checkpoint(folder, 20)
+    assert attempt("--requeued") and read_start(folder).resume == own
+
+
+def test_a_requeued_job_says_that_it_is_one(attempt, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ConfigError, match="--requeued is for a job of SLURM's; SLURM_JOB_ID is not set"):
+        attempt("--requeued")
 
 
 def test_what_has_changed_is_said_and_what_must_not_is_refused(attempt):

@@ -152,7 +152,7 @@ def test_every_process_has_a_log_and_those_of_earlier_attempts_are_kept(run):
 # ---- the batch script with stand-ins ----------------------------------------------------------------------------
 
 # In the place of launch/node.sh: the parts of a run as files and signals move them. `fail-ROLE-NODE` makes
-# one fail; with `deaf`, the trainer notices nothing any more but signals.
+# one fail; with `deaf`, the trainer notices nothing any more but signals; with `slow`, it gets to no checkpoint.
 STAND_IN = r"""
 role=$1 place=$PWD/run
 shift
@@ -161,6 +161,8 @@ if [ "$role" = prepare ]; then
     rm -f run/stop run/result.json run/over
     printf 'prepared with'
     printf ' <%s>' "$@"
+    [[ " $* " == *" --dry-run "* ]] && { printf '\n# nothing is made\n'; exit; }
+    touch run/run.json
     printf '\n%s\n' "$place"
     exit
 fi
@@ -173,6 +175,7 @@ if [ -e "run/fail-$role-$SLURM_NODEID" ]; then
     exit 6
 fi
 while [ "$role" = trainer ] && [ -e run/deaf ] && [ ! -e run/stop ]; do sleep 0.2; done
+[ "$role" != trainer ] || [ -e run/slow ] || mkdir -p "run/checkpoints/step-$((100000 + ${SLURM_RESTART_COUNT:-0}))"
 [ "$role" != trainer ] || touch run/over
 until [ -e run/over ]; do sleep 0.2; done
 """
@@ -196,12 +199,12 @@ def stand_in_job(cluster, stand_in, *words: str, options: tuple[str, ...] = ()) 
 
 
 def test_time_limit_and_preemption_queue_the_job_again_and_a_stop_by_hand_does_not(cluster, stand_in):
-    job = stand_in_job(cluster, stand_in, "my config.toml", "--run.name", "x", "--resume")
-    assert "prepared with <my config.toml> <--run.name> <x> <--resume>\n" in job.output
+    job = stand_in_job(cluster, stand_in, "my config.toml", "--run.name", "x")
+    assert "prepared with <my config.toml> <--run.name> <x>\n" in job.output
     assert f"engines: {stand_in}/run --nodes 1 --rendezvous 127.0.0.1:" in job.output
     cluster.command("scancel", "--batch", "--signal=USR1", job.number)  # as SLURM before the time limit
     job.wait_for("attempt 2")
-    job.wait_for("prepared with <my config.toml> <--run.name> <x> <--resume-or-start>\n")
+    job.wait_for("prepared with <my config.toml> <--run.name> <x> <--requeued>\n")
     assert "stopped and saved: the time limit of the job is near" in job.output
     job.wait_until(lambda: job.output.count("trainer: ") == 4, "both trainer nodes")
     urgent = cluster.submit("--partition=urgent", "--nodes=3", "--exclusive", "--wrap=true", "--output=/dev/null",
@@ -214,6 +217,28 @@ def test_time_limit_and_preemption_queue_the_job_again_and_a_stop_by_hand_does_n
     (stand_in / "run" / "stop").touch()
     assert job.end() == ("FAILED", "75", 2)
     assert "stopped and saved: somebody made the file stop" in job.output
+
+
+def test_a_job_that_gets_nowhere_within_its_time_is_not_queued_again_and_one_that_resumes_is_as_it_was(
+    cluster, stand_in
+):
+    job = stand_in_job(cluster, stand_in, "config.toml", "--resume")
+    cluster.command("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for("attempt 2")
+    job.wait_until(lambda: job.output.count("trainer: ") == 4, "both trainer nodes")
+    assert job.output.count("prepared with <config.toml> <--resume>\n") == 2
+    (stand_in / "run" / "slow").touch()
+    cluster.command("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.end() == ("FAILED", "75", 1)
+    assert "stopped and with no checkpoint beyond those it found: the time limit of the job is near" in job.output
+    assert "not queued again, for it would get as far as this time: give the job a longer --time" in job.output
+
+
+def test_a_dry_run_starts_nothing(cluster, stand_in):
+    job = Job(cluster, stand_in, stand_in / "out", "config.toml", "--dry-run")
+    assert job.end(60) == ("COMPLETED", "0", 0)
+    assert "# nothing is made\n" in job.output and "nothing is started" in job.output
+    assert "trainer: " not in job.output and "engines: " not in job.output
 
 
 def test_a_job_that_must_not_be_queued_again_ends_at_its_time_limit(cluster, stand_in):
