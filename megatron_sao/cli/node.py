@@ -112,7 +112,7 @@ def trainer_host(values: dict[str, str], config: Config) -> HostPlace:
     if place.rendezvous and place.number == 0 and place.address != place.rendezvous[0]:
         advice = "start host 0 there"
         if ipaddress.ip_address(place.rendezvous[0]).is_loopback:
-            advice = "no other host reaches that one (/etc/hosts of this host?): give the address by which they reach it"
+            advice = "no other host reaches that one (/etc/hosts?): give the address by which they reach this host"
         raise ConfigError(
             f"--rendezvous {values['rendezvous']} is at {place.rendezvous[0]}, but this host, --node-rank 0, has the"
             f" address {place.address}; {advice}"
