@@ -54,7 +54,8 @@ def say_engines(report: Report, config: Config, memory: WorkerMemory, reserve_gi
     form = engine.dtype if engine.quantization == "none" else f"{engine.quantization}, quantised as they arrive"
     report.say(
         f"a worker of an engine: {gib(memory.weights)} GiB of weights ({form}), {gib(memory.cache)} of key/value cache,"
-        f" {gib(memory.buckets)} for two buckets of a push"
+        f" {gib(memory.buckets)} for two buckets of a push,"
+        f" {gib(memory.module)} for the largest module that is put together"
     )
     longest = config.sampling.max_trajectory_tokens
     report.say(
@@ -87,7 +88,7 @@ def say_colocated(
     phases = {
         "the trainer at work": trainer_bytes,
         "engines at work": memory.total,
-        "a push (cache free)": policy_weights + memory.weights + 2 * memory.buckets,
+        "a push (cache free)": policy_weights + memory.weights + 2 * memory.buckets + memory.module,
     }
     fits = max(phases.values()) <= there_gib * GIB
     report.say(

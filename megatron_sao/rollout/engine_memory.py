@@ -1,4 +1,8 @@
-"""What one worker of an engine keeps on its GPU, from shapes alone: weights, key/value cache, buffers of a push.
+"""What one worker of an engine keeps on its GPU, from shapes alone: weights, key/value cache, and what a push takes.
+
+A push takes two buckets, and for the one module that is being put together (the experts of a layer, mostly) its tensors
+as they arrived, each at its full HF shape whatever the worker's share of it, and the worker's share of them before it
+is quantised: vLLM 0.32's layerwise reload keeps a module's tensors until the last one is there.
 
 Not counted: activations, CUDA graphs, the context (a reserve of the plan), scales of FP8 matrices (below 0.2%), and
 the up-projections that vLLM's MLA keeps a second time. Source of the cache's layout: vLLM 0.32, kv_cache_interface.py
@@ -26,13 +30,14 @@ class WorkerMemory:
 
     weights: int
     cache: int
-    buckets: int
+    buckets: int  # two of a push
+    module: int  # that a push puts together, the largest
     token_bytes: int  # of the cache
 
     @property
     def total(self) -> int:
-        """While it serves; a push needs no more."""
-        return self.weights + self.cache + self.buckets
+        """While it takes a push, with all requests waiting."""
+        return self.weights + self.cache + self.buckets + self.module
 
     @property
     def cache_tokens(self) -> int:
@@ -45,10 +50,12 @@ def worker_memory(config: Config, hf_config: dict[str, Any]) -> WorkerMemory:
     engine, shape = config.engine, read_shape(hf_config)
     layout, itemsize = engine_layout(config, shape), DTYPE_BYTES[engine.dtype]
     quantized = None if engine.quantization == "none" else 1
+    tensors = expected_tensors(hf_config)
     return WorkerMemory(
-        weights=max(_weights(expected_tensors(hf_config), layout, itemsize, quantized)),
+        weights=max(_weights(tensors, layout, itemsize, quantized)),
         cache=engine.kv_cache_bytes,
         buckets=2 * config.push.bucket_bytes,
+        module=_largest_module(tensors, layout, itemsize),
         token_bytes=max(
             _token_bytes(shape, range(*layers), engine.tensor_parallel, itemsize)
             for layers in pairwise(layout.stage_starts)
@@ -63,15 +70,29 @@ def _weights(
     totals = [0] * layout.num_workers
     for name, size in tensors.items():
         each = quantized if quantized and _is_quantized(name, size) else itemsize
-        parts = parts_of(name, size, layout)
-        for kind in range(layout.num_workers):
-            if parts is None:
-                totals[kind] += prod(size) * each
-            else:
-                start, end = parts.rows[kind]
-                rows = 1 if parts.dim == WHOLE else size[parts.dim]
-                totals[kind] += prod(size) * (end - start) // rows * each
+        for kind, share in enumerate(_shares(name, size, layout)):
+            totals[kind] += share * each
     return totals
+
+
+def _largest_module(tensors: Mapping[str, tuple[int, ...]], layout: EngineLayout, itemsize: int) -> int:
+    """Bytes that the worker with the largest one needs while it is put together."""
+    found: dict[tuple[str, int], int] = {}
+    for name, size in tensors.items():
+        module = name.partition(".experts.")[0]  # all experts of a layer, or a tensor of its own
+        for kind, share in enumerate(_shares(name, size, layout)):
+            if share:
+                found[module, kind] = found.get((module, kind), 0) + (prod(size) + share) * itemsize
+    return max(found.values())
+
+
+def _shares(name: str, size: tuple[int, ...], layout: EngineLayout) -> list[int]:
+    """How many numbers of a tensor each kind of worker keeps."""
+    parts = parts_of(name, size, layout)
+    if parts is None:
+        return [prod(size)] * layout.num_workers
+    rows = 1 if parts.dim == WHOLE else size[parts.dim]
+    return [prod(size) * (end - start) // rows for start, end in parts.rows[: layout.num_workers]]
 
 
 def _is_quantized(name: str, size: tuple[int, ...]) -> bool:

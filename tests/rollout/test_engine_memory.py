@@ -34,7 +34,8 @@ def test_one_worker_holds_the_model_its_cache_and_two_buckets():
     assert found.weights == 2 * (2 * VOCABULARY + 16 + 3 * (Q_O + K_V + EXPERTS + ROUTER + NORMS))
     assert found.token_bytes == 3 * 2 * 2 * 8 * 2  # layers, keys and values, heads, width, bytes
     assert found.cache_tokens == 19200 // 192 == 100
-    assert found.total == found.weights + 19200 + 2000
+    assert found.module == 2 * 2 * VOCABULARY  # as it arrives, and as it is put together
+    assert found.total == found.weights + 19200 + 2000 + found.module
 
 
 def test_workers_share_matrices_and_heads_and_repeat_the_rest():
@@ -43,6 +44,14 @@ def test_workers_share_matrices_and_heads_and_repeat_the_rest():
     assert found.weights == 2 * (2 * 512 * 16 + 16 + 3 * ((Q_O + K_V + EXPERTS) // 2 + ROUTER + NORMS))
     assert found.token_bytes == 96
     assert memory(QWEN, "engine.tensor_parallel=4").token_bytes == 96  # two workers hold the same head
+
+
+def test_a_worker_gets_whole_tensors_of_which_it_keeps_its_share_until_the_experts_of_a_layer_are_complete():
+    model = QWEN | dict(vocab_size=8)
+    assert memory(model).module == 2 * 2 * EXPERTS
+    assert memory(model, "engine.tensor_parallel=2").module == 2 * (EXPERTS + EXPERTS // 2)
+    # With whole experts on each worker only those arrive.
+    assert memory(model, "engine.tensor_parallel=2", "engine.expert_parallel=true").module == 2 * 2 * EXPERTS // 2
 
 
 def test_fp8_halves_the_matrices_of_the_layers_alone():
