@@ -363,6 +363,8 @@ def _way_back(source: str | Path, hf_source: str | Path | None) -> Iterator[_Way
             parameter.dtype = stored.dtypes[built([parameter.shard])[0].key]
         converted = {p.hf_name: (owner.dtype, p.full_shape) for owner in parameters for p in owner.parts}
         copies, carried = rest.besides(shape, converted, role)
+        if twice := sorted(converted.keys() & {*copies, *carried}):
+            raise CheckpointError(f"{rest.path} holds tensors that {stored.path} holds itself: {_some(twice)}")
         announced = (
             converted
             | {name: converted[original] for name, original in copies.items()}
@@ -381,6 +383,7 @@ class _Rest:
                 f"{path} has no config.json; name the HF folder that the checkpoint's model came from (--source)"
             )
         self.path, self._copies = path, stored.common.get("copies")
+        self._is_own = path.resolve() == (stored.path / HF_PART).resolve()  # any folder may be called so
         self.config: dict[str, Any] = json.loads((path / "config.json").read_text())
         has_tensors = any(path.glob("*.safetensors"))
         self.folder = HFFolder(path) if has_tensors else None
@@ -389,7 +392,7 @@ class _Rest:
         self, shape: ModelShape, converted: Mapping[str, Any], role: Role
     ) -> tuple[dict[str, str], list[str]]:
         """(copies -> what they are copies of, names of tensors carried over as they are)."""
-        if self.path.name == HF_PART and self._copies is not None:
+        if self._is_own and self._copies is not None:
             return self._copies, self.folder.names() if self.folder else []
         if self.folder is None:
             return {}, []

@@ -256,6 +256,20 @@ def test_a_checkpoint_of_another_model_is_refused(sources, checkpoints, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_source_may_be_called_as_the_checkpoints_own_part_is(sources, checkpoints, tmp_path):
+    other = make_family_folder("qwen3", tmp_path / "hf", mtp=False, seed=9, vocab_size=VOCAB)
+    megatron_to_hf(checkpoints["qwen3"], tmp_path / "out", hf_source=other)
+    assert_equal_folders(sources["qwen3"], tmp_path / "out")
+
+
+def test_a_carried_tensor_that_the_checkpoint_holds_too_is_refused(sources, tmp_path):
+    hf_to_megatron(sources["qwen3"], tmp_path / "checkpoint")
+    write_weights(tmp_path / "checkpoint" / "hf", {"model.norm.weight": torch.ones(64)})
+    with pytest.raises(CheckpointError, match="/hf holds tensors that .*checkpoint holds itself: model.norm.weight"):
+        megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def killed(folder, checkpoint, destination, at):
     """Dies when so many bytes of the conversion are done."""
 
