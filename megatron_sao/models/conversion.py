@@ -41,6 +41,7 @@ from megatron_sao.models.checkpoint import (
     CONTENT,
     HF_PART,
     MAX_FILE_BYTES,
+    VOCAB_SIZE,
     OneByOneWriter,
     StoredWeights,
     built,
@@ -160,7 +161,7 @@ def hf_to_megatron(
         of_own = (num_bytes(folder.dtype(name), folder.shape(name)) for name in own)
         check_space(destination, sum(p.num_bytes for p in parameters) + sum(of_own))
         write_hf_part(folder, partial / HF_PART, own, max_file_bytes)
-        common = {"role": role, "copies": copies}
+        common = {"role": role, "copies": copies, VOCAB_SIZE: shape.vocab}
         _write_checkpoint(folder, partial, parameters, common, report, max_file_bytes)
     read = [part.hf_name for parameter in parameters for part in parameter.parts]
     return Converted(len(set(read)), sum(p.num_bytes for p in parameters), carried, dropped, has_fresh_head)
@@ -347,6 +348,7 @@ class _WayBack:
 
 @contextmanager
 def _way_back(source: str | Path, hf_source: str | Path | None) -> Iterator[_WayBack]:
+    CachedMetadataFileSystemReader.clear_metadata_cache()  # of a checkpoint that stood there before
     stored = StoredWeights(source)
     rest = _Rest(stored, Path(hf_source) if hf_source else stored.path / HF_PART)
     shape = read_shape(rest.config)
@@ -357,7 +359,7 @@ def _way_back(source: str | Path, hf_source: str | Path | None) -> Iterator[_Way
                               f"{shape.num_mtp_layers}: the model came from another folder (--source)")
     outputs = stored.shapes.get("output_layer.weight", (1,))[0]
     with _model(role, shape, rest.config, stored.content, with_mtp=with_mtp, outputs=outputs) as parameters:
-        stored.check({str(number): parameter.shard for number, parameter in enumerate(parameters)})
+        stored.check({str(number): parameter.shard for number, parameter in enumerate(parameters)}, shape.vocab)
         _check_all_taken(stored, parameters)
         for parameter in parameters:
             parameter.dtype = stored.dtypes[built([parameter.shard])[0].key]
@@ -370,8 +372,10 @@ def _way_back(source: str | Path, hf_source: str | Path | None) -> Iterator[_Way
             | {name: converted[original] for name, original in copies.items()}
             | {name: (rest.folder.dtype(name), rest.folder.shape(name)) for name in carried}
         )
-        yield _WayBack(stored, rest, parameters, copies, carried, announced)
-    CachedMetadataFileSystemReader.clear_metadata_cache()
+        try:
+            yield _WayBack(stored, rest, parameters, copies, carried, announced)
+        finally:
+            CachedMetadataFileSystemReader.clear_metadata_cache()
 
 
 class _Rest:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 
 import pytest
@@ -268,6 +270,51 @@ def test_a_carried_tensor_that_the_checkpoint_holds_too_is_refused(sources, tmp_
     with pytest.raises(CheckpointError, match="/hf holds tensors that .*checkpoint holds itself: model.norm.weight"):
         megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def vocabulary_faults(folder, checkpoint, sizes):
+    """What loading says where config.json gives such a size; "" where it loads."""
+    config, faults = load_config(None, []), []
+    start_world(config)
+    for size in sizes:
+        hf = HFFolder(folder).config | {"vocab_size": size}
+        (chunk,) = build_model("policy", hf, config.parallel, torch.float32)
+        try:
+            load_saved_weights([chunk], read_shape(hf), checkpoint)
+            faults.append("")
+        except CheckpointError as fault:
+            faults.append(str(fault))
+    return faults
+
+
+def test_another_vocabulary_is_neither_cut_nor_filled_with_zeros(sources, checkpoints, tmp_path):
+    run_ranks(1, saved_stacked, [(sources["tied"], tmp_path / "unsaid")])  # an older checkpoint does not say its own
+    for checkpoint, expected in (
+        (checkpoints["tied"], ["", "vocab_size = 129, .* says 150", "vocab_size = 129, .* says 100"]),
+        (tmp_path / "unsaid", ["", "word_embeddings.weight with 129 rows, config.json says vocab_size = 150", ""]),
+    ):
+        (faults,) = run_ranks(1, vocabulary_faults, sources["tied"], checkpoint, [VOCAB, 150, 100])
+        assert [bool(fault) for fault in faults] == [bool(said) for said in expected]
+        assert all(re.search(said, fault) for said, fault in zip(expected, faults, strict=True)), faults
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(HFFolder(sources["tied"]).config | {"vocab_size": 150}))
+    for checkpoint in (checkpoints["tied"], tmp_path / "unsaid"):
+        with pytest.raises(CheckpointError, match="config.json .*says .*150"):
+            megatron_to_hf(checkpoint, tmp_path / "out", hf_source=other)
+
+
+def test_an_interrupted_way_back_does_not_leave_its_checkpoint_in_memory(sources, tmp_path):
+    def interrupted(done, total):
+        raise KeyboardInterrupt
+
+    hf_to_megatron(sources["qwen3"], tmp_path / "checkpoint", max_file_bytes=100_000)
+    with pytest.raises(KeyboardInterrupt):
+        megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out", report=interrupted)
+    shutil.rmtree(tmp_path / "checkpoint")
+    hf_to_megatron(sources["qwen3"], tmp_path / "checkpoint")
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out")
+    assert_equal_folders(sources["qwen3"], tmp_path / "out")
 
 
 def killed(folder, checkpoint, destination, at):
