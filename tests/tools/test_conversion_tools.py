@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.errors import CheckpointError, ConfigError
@@ -18,7 +19,7 @@ from megatron_sao.models.checkpoint import StoredWeights
 from megatron_sao.models.conversion import hf_to_megatron
 from megatron_sao.rollout.greedy import GREEDY_FILE, GreedyRecord
 from tests.support.families import make_family_folder
-from tests.support.folders import read_weights, write_shards
+from tests.support.folders import read_weights, with_fused_experts, write_shards
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -125,16 +126,8 @@ def test_a_missing_shard_is_named_at_once(folder, tmp_path):  # CKP-01
 
 def test_tensors_of_all_experts_are_converted_like_those_of_each(folder, tmp_path):
     """A folder with gate_up_proj and down_proj gives the same checkpoint as one with the experts apart."""
-    import torch
-
     weights = read_weights(folder)
-    fused = {name: tensor for name, tensor in weights.items() if ".mlp.experts." not in name}
-    places = sorted({name.split(".experts.")[0] + ".experts." for name in weights if ".mlp.experts." in name})
-    for place in places:
-        parts = {part: [weights[f"{place}{e}.{part}_proj.weight"] for e in range(8)] for part in ("gate", "up", "down")}
-        pairs = zip(parts["gate"], parts["up"], strict=True)
-        fused[f"{place}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-        fused[f"{place}down_proj"] = torch.stack(parts["down"])
+    fused = with_fused_experts(weights)
     other = tmp_path / "fused"
     other.mkdir()
     (other / "config.json").write_text((folder / "config.json").read_text())
