@@ -156,7 +156,7 @@ def hf_to_megatron(
     ):
         has_fresh_head = _take_formats_of(folder, parameters)
         carried, dropped = _without_place(folder, shape, parameters, role, with_mtp=with_mtp)
-        copies = {name: original_of(name, shape) for name in carried if is_copy(folder, shape, name)}
+        copies = _copies(folder, shape, carried)
         own = [name for name in carried if name not in copies]
         of_own = (num_bytes(folder.dtype(name), folder.shape(name)) for name in own)
         check_space(destination, sum(p.num_bytes for p in parameters) + sum(of_own))
@@ -203,15 +203,28 @@ def _without_place(
     taken = {part.hf_name for parameter in parameters for part in parameter.parts}
     known = set(left_out_names(folder, shape, with_mtp=with_mtp))
     dropped = {VALUE_HEAD}
-    if role == "value" or shape.is_tied:  # a head is in its place, or the embedding is the one source
-        dropped.add("lm_head.weight")
     if role == "value":
-        dropped |= {name for name in known if mtp_part(name, shape)}
+        dropped |= {"lm_head.weight", *(name for name in known if mtp_part(name, shape))}
     rest = [name for name in folder.names() if name not in taken]
     unknown = [name for name in rest if name not in known and name not in dropped]
     if unknown:
         raise CheckpointError(f"{folder.path} holds tensors that no model of ours has: {_some(unknown)}")
     return [n for n in rest if n not in dropped], [n for n in rest if n in dropped]
+
+
+def _copies(folder: HFFolder, shape: ModelShape, names: list[str]) -> dict[str, str]:
+    """Those of `names` that repeat a tensor of the policy -> that tensor.
+
+    Raises: CheckpointError for a tied output layer that is no copy.
+    """
+    copies = {name: original_of(name, shape) for name in names if is_copy(folder, shape, name)}
+    if "lm_head.weight" in names and "lm_head.weight" not in copies:
+        raise CheckpointError(
+            f"{folder.path} holds another lm_head.weight than model.embed_tokens.weight, but its config.json says"
+            " tie_word_embeddings = true: transformers computes with both then, Megatron and vLLM with the embedding"
+            " alone. Set it to false, or remove lm_head.weight"
+        )
+    return copies
 
 
 def write_hf_part(
@@ -405,10 +418,10 @@ class _Rest:
         if missing - ({"lm_head.weight"} if role == "value" else set()):
             raise CheckpointError(f"{self.path} holds tensors that the checkpoint lacks: {_some(sorted(missing))}")
         left_out = left_out_names(self.folder, shape, with_mtp=with_mtp)
-        names = [name for name in left_out if name not in (VALUE_HEAD, "lm_head.weight")]
+        names = [name for name in left_out if name != VALUE_HEAD]
         if role == "value":
-            names = [name for name in names if not mtp_part(name, shape)]
-        copies = {name: original_of(name, shape) for name in names if is_copy(self.folder, shape, name)}
+            names = [name for name in names if name != "lm_head.weight" and not mtp_part(name, shape)]
+        copies = _copies(self.folder, shape, names)
         return copies, [name for name in names if name not in copies]
 
 

@@ -112,7 +112,8 @@ def assert_equal_folders(source, written):
     assert set(before.names()) == set(after.names())
     for name in before.names():
         assert before.dtype(name) == after.dtype(name), name
-        assert torch.equal(before.read_whole(name), after.read_whole(name)), name
+        bits = [folder.read_whole(name).flatten().view(torch.uint8) for folder in (before, after)]
+        assert torch.equal(*bits), name
 
 
 def test_every_family_survives_two_layouts_bit_by_bit(sources, checkpoints, tmp_path):  # CKP-09, CKP-06, CKP-03
@@ -137,6 +138,45 @@ def test_a_conversion_and_its_way_back_give_the_folder_again(sources, checkpoint
         assert (tmp_path / name / "model.safetensors.index.json").exists()
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert config == json.loads((folder / "config.json").read_text())
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def test_a_tied_output_layer_that_is_there_too_comes_back_or_is_refused(sources, tmp_path):
+    folder = tmp_path / "tied"
+    shutil.copytree(sources["tied"], folder)
+    weights = read_weights(folder)
+    write_weights(folder, weights | {HEAD: weights[EMBEDDING].clone()})
+    assert hf_to_megatron(folder, tmp_path / "checkpoint").carried == [HEAD]
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back")
+    assert_equal_folders(folder, tmp_path / "back")
+    shutil.rmtree(tmp_path / "checkpoint" / "hf")
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "again", hf_source=folder)
+    assert_equal_folders(folder, tmp_path / "again")
+
+    write_weights(folder, weights | {HEAD: weights[EMBEDDING] + 1})
+    with pytest.raises(CheckpointError, match="another lm_head.weight than .* tie_word_embeddings = true"):
+        hf_to_megatron(folder, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="another lm_head.weight than .* tie_word_embeddings = true"):
+        megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out", hf_source=folder)
+    assert hf_to_megatron(folder, tmp_path / "value", "value").dropped == [HEAD]
+
+
+@pytest.mark.parametrize("change", ["sign of zero", "number format"])
+def test_what_differs_from_the_embedding_in_bits_alone_is_no_copy(sources, tmp_path, change):
+    folder, copy = tmp_path / "source", "model.layers.4.embed_tokens.weight"
+    shutil.copytree(sources["glm4_moe"], folder)
+    weights = read_weights(folder)
+    if change == "sign of zero":
+        weights[EMBEDDING][0, 0] = weights[copy][0, 0] = 0.0
+        weights[copy][0, 0] *= -1
+    else:
+        weights[copy] = weights[copy].float()
+    write_weights(folder, weights)
+    hf_to_megatron(folder, tmp_path / "checkpoint")
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back")
+    assert_equal_folders(folder, tmp_path / "back")
 
 
 # ---- value models ----------------------------------------------------------------------------------------------
