@@ -47,9 +47,9 @@ from megatron_sao.models.checkpoint import (
     built,
     weight_shards,
 )
-from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.hf_folder import HFFolder, read_object
 from megatron_sao.models.hf_writer import Announced, HFWriter, copy_side_files, num_bytes
-from megatron_sao.models.new_folder import check_space, new_folder
+from megatron_sao.models.new_folder import check_space, new_folder, refuse_existing
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.models.weights import (
     VALUE_HEAD,
@@ -146,25 +146,62 @@ def hf_to_megatron(
     Raises: CheckpointError before anything is built for missing or truncated files; before anything is written for
         tensors that are missing, of another shape or unknown.
     """
+    refuse_existing(destination)
+    with _way_there(source, role, num_value_outputs) as way, new_folder(destination) as partial:
+        check_space(destination, way.num_bytes)
+        write_hf_part(way.folder, partial / HF_PART, way.own, max_file_bytes)
+        common = {"role": role, "copies": way.copies, VOCAB_SIZE: way.shape.vocab}
+        _write_checkpoint(way.folder, partial, way.parameters, common, report, max_file_bytes)
+    weight_bytes = sum(p.num_bytes for p in way.parameters)
+    return Converted(way.num_converted, weight_bytes, way.carried, way.dropped, way.has_fresh_head)
+
+
+def check_conversion(source: str | Path, role: Role = "policy", *, num_value_outputs: int = 1) -> tuple[int, int]:
+    """What `hf_to_megatron` would write, as (HF tensors, bytes). Raises: as it does, but for the disk."""
+    with _way_there(source, role, num_value_outputs) as way:
+        return way.num_converted + len(way.carried), way.num_bytes
+
+
+@dataclass
+class _WayThere:
+    """Everything that is known before the first tensor is converted."""
+
+    folder: HFFolder
+    shape: ModelShape
+    parameters: list[_Parameter]
+    has_fresh_head: bool
+    carried: list[str]  # HF names without a parameter
+    copies: dict[str, str]  # those of them that repeat another tensor -> that one
+    dropped: list[str]
+
+    @property
+    def own(self) -> list[str]:
+        """What is carried and no copy."""
+        return [name for name in self.carried if name not in self.copies]
+
+    @property
+    def num_converted(self) -> int:
+        """HF tensors that the parameters are made of."""
+        return len({part.hf_name for parameter in self.parameters for part in parameter.parts})
+
+    @property
+    def num_bytes(self) -> int:
+        """Of everything that is written."""
+        of_own = (num_bytes(self.folder.dtype(name), self.folder.shape(name)) for name in self.own)
+        return sum(parameter.num_bytes for parameter in self.parameters) + sum(of_own)
+
+
+@contextmanager
+def _way_there(source: str | Path, role: Role, outputs: int) -> Iterator[_WayThere]:
     folder = HFFolder(source)
     shape = read_shape(folder.config)
     in_mtp = [name for name in folder.names() if mtp_part(name, shape)]
     with_mtp = role == "policy" and bool(in_mtp) and shape.num_mtp_layers == 1
-    with (
-        new_folder(destination) as partial,
-        _model(role, shape, folder.config, CONTENT, with_mtp=with_mtp, outputs=num_value_outputs) as parameters,
-    ):
+    with _model(role, shape, folder.config, CONTENT, with_mtp=with_mtp, outputs=outputs) as parameters:
         has_fresh_head = _take_formats_of(folder, parameters)
         carried, dropped = _without_place(folder, shape, parameters, role, with_mtp=with_mtp)
         copies = _copies(folder, shape, carried)
-        own = [name for name in carried if name not in copies]
-        of_own = (num_bytes(folder.dtype(name), folder.shape(name)) for name in own)
-        check_space(destination, sum(p.num_bytes for p in parameters) + sum(of_own))
-        write_hf_part(folder, partial / HF_PART, own, max_file_bytes)
-        common = {"role": role, "copies": copies, VOCAB_SIZE: shape.vocab}
-        _write_checkpoint(folder, partial, parameters, common, report, max_file_bytes)
-    read = [part.hf_name for parameter in parameters for part in parameter.parts]
-    return Converted(len(set(read)), sum(p.num_bytes for p in parameters), carried, dropped, has_fresh_head)
+        yield _WayThere(folder, shape, parameters, has_fresh_head, carried, copies, dropped)
 
 
 def _take_formats_of(folder: HFFolder, parameters: list[_Parameter]) -> bool:
@@ -401,7 +438,7 @@ class _Rest:
             )
         self.path, self._copies = path, stored.common.get("copies")
         self._is_own = path.resolve() == (stored.path / HF_PART).resolve()  # any folder may be called so
-        self.config: dict[str, Any] = json.loads((path / "config.json").read_text())
+        self.config = read_object(path / "config.json")
         has_tensors = any(path.glob("*.safetensors"))
         self.folder = HFFolder(path) if has_tensors else None
 

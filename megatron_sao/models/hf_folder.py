@@ -32,6 +32,19 @@ class _Stored:
     dtype: torch.dtype
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder. Raises: CheckpointError."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"model folder {path.parent} has no {path.name}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object")
+    return content
+
+
 class HFFolder:
     """Config and safetensors of a model folder.
 
@@ -45,30 +58,19 @@ class HFFolder:
         if not self.path.is_dir():
             what = "is no folder" if self.path.exists() else "does not exist"
             raise CheckpointError(f"model folder {self.path} {what}; name (model.path) a folder in HF format")
-        self.config: dict[str, Any] = self._json("config.json")
+        self.config: dict[str, Any] = read_object(self.path / "config.json")
         self._stored = self._open()  # by its name in the file
         try:
             self._places: dict[str, Place] = one_by_one({name: one.shape for name, one in self._stored.items()})
         except CheckpointError as error:
             raise CheckpointError(f"the model folder {self.path}: {error}") from None
 
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            content = json.loads((self.path / name).read_text())
-        except FileNotFoundError:
-            raise CheckpointError(f"model folder {self.path} has no {name}") from None
-        except ValueError as error:
-            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{self.path / name} holds a JSON {type(content).__name__}, expected an object")
-        return content
-
     def _index(self) -> dict[str, str] | None:
         """Tensor name -> file name; None where the folder has no index."""
         if not (self.path / INDEX).exists():
             return None
-        index = self._json(INDEX).get("weight_map")
-        if not isinstance(index, dict) or not index:
+        index = read_object(self.path / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
             raise CheckpointError(f"{self.path / INDEX} has no weight_map from tensor names to file names")
         return index
 

@@ -51,8 +51,8 @@ def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     index: dict[str, str] | None = None
     if (folder / INDEX).exists():
         index = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(index, dict):
-            raise CheckpointError(f"{folder / INDEX} has no weight_map")
+        if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map from tensor names to file names")
     files = sorted(set(index.values())) if index is not None else ["model.safetensors"]
     found = {file: _read_header(folder / file) for file in files}
     if index is None:

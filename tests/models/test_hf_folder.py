@@ -99,12 +99,14 @@ def test_a_tensor_that_the_index_does_not_place_where_it_stands_is_named(sharded
         HFFolder(sharded)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": null}', '{"weight_map": ["a"]}'])
-def test_an_index_without_a_weight_map_is_refused_and_no_other_file_tried(sharded, text):
+@pytest.mark.parametrize("weight_map", ["{}", "null", '["a"]', '{"a": 1}', '{"a": null, "b": "model.safetensors"}'])
+@pytest.mark.parametrize("read", [HFFolder, read_shapes])
+def test_an_index_without_a_weight_map_is_refused_and_no_other_file_tried(sharded, weight_map, read):
     save_file(WEIGHTS, sharded / "model.safetensors")
-    (sharded / INDEX).write_text(text)
-    with pytest.raises(CheckpointError, match="weight_map"):
-        HFFolder(sharded)
+    for text in ("{}", f'{{"weight_map": {weight_map}}}'):
+        (sharded / INDEX).write_text(text)
+        with pytest.raises(CheckpointError, match="has no weight_map from tensor names to file names"):
+            read(sharded)
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 5, 100, -8])
