@@ -46,7 +46,7 @@ def _places(stored_name: str, shape: tuple[int, ...]) -> list[tuple[str, Place]]
     num_experts, rows, columns = shape
     parts = ["gate_proj", "up_proj"] if fused[2] == "gate_up_proj" else ["down_proj"]
     if rows % len(parts):
-        raise CheckpointError(f"{stored_name} of shape {list(shape)} has {rows} rows, which are no gate and up projection")
+        raise CheckpointError(f"{stored_name} of shape {list(shape)} has {rows} rows: no gate and up projection")
     rows //= len(parts)
     return [
         (f"{fused[1]}{expert}.{part}.weight", Place(stored_name, (rows, columns), expert, number * rows))

@@ -219,8 +219,10 @@ class StoredWeights:
         """
         own = self.common.get(VOCAB_SIZE, vocab)
         if own != vocab:
-            raise CheckpointError(f"the checkpoint {self.path} is of a model with vocab_size = {own}, config.json of the"
-                                  f" model folder says {vocab}: take the folder that the checkpoint's model came from")
+            raise CheckpointError(
+                f"the checkpoint {self.path} is of a model with vocab_size = {own}, config.json of the model folder"
+                f" says {vocab}: take the folder that the checkpoint's model came from"
+            )
         faults = []
         for shard in built(shards.values()):
             found, expected = self.shapes.get(shard.key), tuple(shard.global_shape)

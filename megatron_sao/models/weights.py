@@ -234,7 +234,7 @@ def mtp_part(name: str, shape: ModelShape) -> str:
 
 
 def original_of(name: str, shape: ModelShape) -> str:
-    """What a tensor of an MTP layer, or a tied output layer, is a copy of where it is one; "" for every other tensor."""
+    """What a tensor of an MTP layer, or a tied output layer, is a copy of where it is one; "" for every other one."""
     if name == "lm_head.weight":
         return "model.embed_tokens.weight" if shape.is_tied else ""
     original = TIED_COPIES.get(mtp_part(name, shape), "")
