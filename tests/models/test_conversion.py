@@ -188,6 +188,7 @@ def value_model_of(folder, checkpoint):
     (chunk,), _, shape = model_of(folder, config, "value")
     kept = load_saved_weights([chunk], shape, checkpoint)
     assert isinstance(chunk.output_layer, ValueHead)
+    assert not weight_shards(chunk, shape)["output_layer.weight"].allow_shape_mismatch, "its rows are no vocabulary"
     return kept, chunk.output_layer.weight.detach().clone(), chunk.embedding.word_embeddings.weight.detach().clone()
 
 
