@@ -15,7 +15,7 @@ from megatron_sao.cli.options import hush_libraries, run_command
 from megatron_sao.config import check_model_fits, load_config
 from megatron_sao.convert.family import check_stage_starts, read_shape
 from megatron_sao.models.hf_folder import HFFolder
-from megatron_sao.models.new_folder import announcement, size_text
+from megatron_sao.models.new_folder import announcement, refuse_existing, size_text
 from megatron_sao.observe.progress import BytesProgress
 
 
@@ -34,15 +34,16 @@ def main(argv: Sequence[str]) -> None:
     if config:
         check_model_fits(config, folder.config)
         check_stage_starts(shape, config.parallel)
-    if options.dry_run:
-        print(announcement(options.out, len(folder.names()), folder.num_bytes))
-        return
+    refuse_existing(options.out)
 
     import megatron_sao.parallel  # noqa: F401  makes megatron.core importable without CUDA
-    from megatron_sao.models.conversion import hf_to_megatron
+    from megatron_sao.models.conversion import check_conversion, hf_to_megatron
     from megatron_sao.train.values import ValueReadout
 
     outputs = ValueReadout(config.value).num_outputs if config else 1
+    if options.dry_run:
+        print(announcement(options.out, *check_conversion(folder.path, options.role, num_value_outputs=outputs)))
+        return
     with BytesProgress("convert") as progress:
         done = hf_to_megatron(
             options.hf_dir, options.out, options.role, num_value_outputs=outputs, report=progress.update

@@ -96,9 +96,14 @@ FAMILIES = ("qwen3", "qwen3_moe", *_WITH_ROUTER_BIAS)
 _PLAIN_ROPE = {
     "rope_scaling.type": ("default",),
     "rope_scaling.rope_type": ("default",),
+    "rope_parameters.type": ("default",),
     "rope_parameters.rope_type": ("default",),
 }
-_ALL_DIMS_ROTATED = {"partial_rotary_factor": (1,), "rope_parameters.partial_rotary_factor": (1,)}
+_ALL_DIMS_ROTATED = {
+    "partial_rotary_factor": (1,),
+    "rope_scaling.partial_rotary_factor": (1,),
+    "rope_parameters.partial_rotary_factor": (1,),
+}
 _ANY = {
     "hidden_act": ("silu",),
     "use_sliding_window": (False,),
@@ -106,7 +111,14 @@ _ANY = {
     "quantization_config": (None,),  # tensors of a quantised folder have other names, shapes and types
     "rope_scaling.attention_factor": (None,),
     "rope_parameters.attention_factor": (None,),
+    "rope_scaling.truncate": (True,),  # Megatron's latent attention rounds the range that YaRN stretches
+    "rope_parameters.truncate": (True,),
 }
+_ROPE_PLACES = ("rope_scaling", "rope_parameters")  # transformers 5 reads the same fields in either
+_ROPE_FIELDS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
+)  # fmt: skip
 _QWEN3 = _PLAIN_ROPE | _ALL_DIMS_ROTATED | {
     "attention_bias": (False,),
     "decoder_sparse_step": (1,),
@@ -146,6 +158,7 @@ def read_shape(hf_config: dict[str, Any]) -> ModelShape:
     family = hf_config.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(f"config.json: model_type = {family!r} has no weight table; known: {', '.join(FAMILIES)}")
+    _refuse_unknown_rope_fields(hf_config)
     _refuse_what_is_not_built(hf_config, _ANY | _ONLY[family])
     heads, hidden = required(hf_config, "num_attention_heads"), required(hf_config, "hidden_size")
     sizes: dict[str, Any] = dict(
@@ -202,12 +215,23 @@ def check_stage_starts(shape: ModelShape, parallel: Parallel) -> None:
 
 def _refuse_what_is_not_built(hf_config: dict[str, Any], only: dict[str, tuple]) -> None:
     for path, allowed in only.items():
-        found: Any = hf_config
-        for key in path.split("."):
-            found = (found or {}).get(key)
+        found = _at(hf_config, path)
         if found is not None and found not in allowed:
             said = " or ".join(repr(value) for value in allowed)
             raise CheckpointError(f"config.json: {path} = {found!r} is not built here; allowed: {said}")
+
+
+def _refuse_unknown_rope_fields(hf_config: dict[str, Any]) -> None:
+    for place in _ROPE_PLACES:
+        held = hf_config.get(place) or {}
+        if not isinstance(held, dict):
+            raise CheckpointError(f"config.json: {place} = {held!r} is no object of rotary fields")
+        unknown = [name for name, value in held.items() if name not in _ROPE_FIELDS and value is not None]
+        if unknown:
+            raise CheckpointError(
+                f"config.json: {place}.{unknown[0]} = {held[unknown[0]]!r} is not known here, and may change what the"
+                f" model computes; known: {', '.join(_ROPE_FIELDS)}"
+            )
 
 
 def _experts_with_router_bias(hf_config: dict[str, Any]) -> dict[str, Any]:
@@ -358,10 +382,8 @@ def check_engine_reads_alike(hf_config: dict[str, Any]) -> None:
 
 
 def rope_base(hf_config: dict[str, Any]) -> float:
-    """The rotary base, from either place where transformers versions keep it. Raises: as `_one_value`."""
-    nested = hf_config.get("rope_parameters") or {}
-    places = {"rope_theta": hf_config.get("rope_theta"), "rope_parameters.rope_theta": nested.get("rope_theta")}
-    return float(_one_value(places, tuple(places), "the rotary base"))
+    """The rotary base, from every place where transformers versions keep it. Raises: as `_one_value`."""
+    return float(_rope_value(hf_config, ("rope_theta", *_nested("rope_theta")), "the rotary base"))
 
 
 def read_rope(hf_config: dict[str, Any]) -> Rope:
@@ -369,18 +391,13 @@ def read_rope(hf_config: dict[str, Any]) -> Rope:
 
     Raises: CheckpointError where places disagree or something is missing: for GLM-4.5 also the rotated share of a head.
     """
-    nested = {name: hf_config.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
 
-    def one(field: str, *more: str, absent: Any = None) -> Any:
-        places = {f"{place}.{name}": held.get(name) for place, held in nested.items() for name in (field, *more)}
-        return _one_value(places, tuple(places), field, absent)
+    def one(*names: str, absent: Any = None) -> Any:
+        return _rope_value(hf_config, _nested(*names), names[0], absent)
 
-    share_places = {
-        "partial_rotary_factor": hf_config.get("partial_rotary_factor"),
-        "rope_parameters.partial_rotary_factor": nested["rope_parameters"].get("partial_rotary_factor"),
-    }
     absent = None if hf_config.get("model_type") == "glm4_moe" else 1.0
-    share = _one_value(share_places, tuple(share_places), "the rotated share of a head", absent)
+    share_places = ("partial_rotary_factor", *_nested("partial_rotary_factor"))
+    share = _rope_value(hf_config, share_places, "the rotated share of a head", absent)
     yarn = None
     if one("rope_type", "type", absent="default") == "yarn":
         yarn = Yarn(
@@ -392,6 +409,22 @@ def read_rope(hf_config: dict[str, Any]) -> Rope:
             mscale_all_dim=float(one("mscale_all_dim")),
         )
     return Rope(base=rope_base(hf_config), share=float(share), yarn=yarn)
+
+
+def _nested(*names: str) -> tuple[str, ...]:
+    return tuple(f"{place}.{name}" for place in _ROPE_PLACES for name in names)
+
+
+def _rope_value(hf_config: dict[str, Any], paths: tuple[str, ...], what: str, absent: Any = None) -> Any:
+    return _one_value({path: _at(hf_config, path) for path in paths}, paths, what, absent)
+
+
+def _at(hf_config: dict[str, Any], path: str) -> Any:
+    """The field at a path like "rope_scaling.factor"; None where it, or what should hold it, is absent."""
+    found: Any = hf_config
+    for key in path.split("."):
+        found = (found or {}).get(key)
+    return found
 
 
 def _one_value(fields: dict[str, Any], names: tuple[str, ...], what: str, absent: Any = None) -> Any:

@@ -44,6 +44,7 @@ from megatron_sao.parallel.exchange import ObjectGroup, world_rank
 
 CONTENT = {"singleton_local_shards": True}  # Megatron's word for one stored tensor per layer and expert
 HF_PART = "hf"
+VOCAB_SIZE = "vocab_size"  # among a checkpoint's common facts: without padding
 MAX_FILE_BYTES = 5 * 10**9  # of a checkpoint's files
 
 Shards = dict[str, ShardedTensor | ShardedTensorFactory]
@@ -62,6 +63,9 @@ def weight_shards(chunk: MegatronModule, shape: ModelShape, content: Mapping[str
     found = {name: s for name, s in shards.items() if isinstance(s, ShardedTensor | ShardedTensorFactory)}
     for shard in found.values():
         shard.key = stored_name(shard.key, shape)
+    if isinstance(getattr(chunk, "output_layer", None), ValueHead):
+        # megatron-core 0.19 takes the rows of every output layer for a vocabulary, which may be padded.
+        found["output_layer.weight"].allow_shape_mismatch = False
     return found
 
 
@@ -205,11 +209,20 @@ class StoredWeights:
             if size < end:
                 raise CheckpointError(f"{self.path / file} is truncated: {size} bytes, its metadata says {end}")
 
-    def check(self, shards: Mapping[str, ShardedTensor | ShardedTensorFactory]) -> None:
-        """Every tensor is there and has the shape that the model expects; a padded vocabulary may differ in its rows.
+    def check(self, shards: Mapping[str, ShardedTensor | ShardedTensorFactory], vocab: int) -> None:
+        """Every tensor is there and has the shape that the model expects; the padding of a vocabulary may differ.
 
+        Args:
+            vocab: the model's true vocabulary. A checkpoint that does not say its own (an older one, or another
+                program's) must have as many rows.
         Raises: CheckpointError naming tensors, expected and found shapes.
         """
+        own = self.common.get(VOCAB_SIZE, vocab)
+        if own != vocab:
+            raise CheckpointError(
+                f"the checkpoint {self.path} is of a model with vocab_size = {own}, config.json of the model folder"
+                f" says {vocab}: take the folder that the checkpoint's model came from"
+            )
         faults = []
         for shard in built(shards.values()):
             found, expected = self.shapes.get(shard.key), tuple(shard.global_shape)
@@ -217,6 +230,8 @@ class StoredWeights:
                 faults.append(f"lacks the tensor {shard.key} of shape {list(expected)}")
             elif found[shard.allow_shape_mismatch :] != expected[shard.allow_shape_mismatch :]:
                 faults.append(f"holds {shard.key} with shape {list(found)}, expected {list(expected)}")
+            elif shard.allow_shape_mismatch and found[0] < vocab:  # Megatron would make the missing rows zero
+                faults.append(f"holds {shard.key} with {found[0]} rows, config.json says vocab_size = {vocab}")
         if faults:
             more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
             raise CheckpointError(f"the checkpoint {self.path} {', '.join(faults[:3])}{more}")
@@ -252,7 +267,7 @@ def load_saved_weights(chunks: Sequence[MegatronModule], shape: ModelShape, fold
             if stored.shapes.get(head) != tuple(shards[head].global_shape):
                 del shards[head]
                 kept = [head]
-        stored.check(shards)
+        stored.check(shards, shape.vocab)
         state[f"chunk{number}"] = shards
     loaded = dist_checkpointing.load(state, str(folder))
     for number, chunk in enumerate(chunks):

@@ -41,14 +41,15 @@ from megatron_sao.models.checkpoint import (
     CONTENT,
     HF_PART,
     MAX_FILE_BYTES,
+    VOCAB_SIZE,
     OneByOneWriter,
     StoredWeights,
     built,
     weight_shards,
 )
-from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.models.hf_folder import HFFolder, read_object
 from megatron_sao.models.hf_writer import Announced, HFWriter, copy_side_files, num_bytes
-from megatron_sao.models.new_folder import check_space, new_folder
+from megatron_sao.models.new_folder import check_space, new_folder, refuse_existing
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.models.weights import (
     VALUE_HEAD,
@@ -145,25 +146,62 @@ def hf_to_megatron(
     Raises: CheckpointError before anything is built for missing or truncated files; before anything is written for
         tensors that are missing, of another shape or unknown.
     """
+    refuse_existing(destination)
+    with _way_there(source, role, num_value_outputs) as way, new_folder(destination) as partial:
+        check_space(destination, way.num_bytes)
+        write_hf_part(way.folder, partial / HF_PART, way.own, max_file_bytes)
+        common = {"role": role, "copies": way.copies, VOCAB_SIZE: way.shape.vocab}
+        _write_checkpoint(way.folder, partial, way.parameters, common, report, max_file_bytes)
+    weight_bytes = sum(p.num_bytes for p in way.parameters)
+    return Converted(way.num_converted, weight_bytes, way.carried, way.dropped, way.has_fresh_head)
+
+
+def check_conversion(source: str | Path, role: Role = "policy", *, num_value_outputs: int = 1) -> tuple[int, int]:
+    """What `hf_to_megatron` would write, as (HF tensors, bytes). Raises: as it does, but for the disk."""
+    with _way_there(source, role, num_value_outputs) as way:
+        return way.num_converted + len(way.carried), way.num_bytes
+
+
+@dataclass
+class _WayThere:
+    """Everything that is known before the first tensor is converted."""
+
+    folder: HFFolder
+    shape: ModelShape
+    parameters: list[_Parameter]
+    has_fresh_head: bool
+    carried: list[str]  # HF names without a parameter
+    copies: dict[str, str]  # those of them that repeat another tensor -> that one
+    dropped: list[str]
+
+    @property
+    def own(self) -> list[str]:
+        """What is carried and no copy."""
+        return [name for name in self.carried if name not in self.copies]
+
+    @property
+    def num_converted(self) -> int:
+        """HF tensors that the parameters are made of."""
+        return len({part.hf_name for parameter in self.parameters for part in parameter.parts})
+
+    @property
+    def num_bytes(self) -> int:
+        """Of everything that is written."""
+        of_own = (num_bytes(self.folder.dtype(name), self.folder.shape(name)) for name in self.own)
+        return sum(parameter.num_bytes for parameter in self.parameters) + sum(of_own)
+
+
+@contextmanager
+def _way_there(source: str | Path, role: Role, outputs: int) -> Iterator[_WayThere]:
     folder = HFFolder(source)
     shape = read_shape(folder.config)
     in_mtp = [name for name in folder.names() if mtp_part(name, shape)]
     with_mtp = role == "policy" and bool(in_mtp) and shape.num_mtp_layers == 1
-    with (
-        new_folder(destination) as partial,
-        _model(role, shape, folder.config, CONTENT, with_mtp=with_mtp, outputs=num_value_outputs) as parameters,
-    ):
+    with _model(role, shape, folder.config, CONTENT, with_mtp=with_mtp, outputs=outputs) as parameters:
         has_fresh_head = _take_formats_of(folder, parameters)
         carried, dropped = _without_place(folder, shape, parameters, role, with_mtp=with_mtp)
-        copies = {name: original_of(name, shape) for name in carried if is_copy(folder, shape, name)}
-        own = [name for name in carried if name not in copies]
-        of_own = (num_bytes(folder.dtype(name), folder.shape(name)) for name in own)
-        check_space(destination, sum(p.num_bytes for p in parameters) + sum(of_own))
-        write_hf_part(folder, partial / HF_PART, own, max_file_bytes)
-        common = {"role": role, "copies": copies}
-        _write_checkpoint(folder, partial, parameters, common, report, max_file_bytes)
-    read = [part.hf_name for parameter in parameters for part in parameter.parts]
-    return Converted(len(set(read)), sum(p.num_bytes for p in parameters), carried, dropped, has_fresh_head)
+        copies = _copies(folder, shape, carried)
+        yield _WayThere(folder, shape, parameters, has_fresh_head, carried, copies, dropped)
 
 
 def _take_formats_of(folder: HFFolder, parameters: list[_Parameter]) -> bool:
@@ -202,15 +240,28 @@ def _without_place(
     taken = {part.hf_name for parameter in parameters for part in parameter.parts}
     known = set(left_out_names(folder, shape, with_mtp=with_mtp))
     dropped = {VALUE_HEAD}
-    if role == "value" or shape.is_tied:  # a head is in its place, or the embedding is the one source
-        dropped.add("lm_head.weight")
     if role == "value":
-        dropped |= {name for name in known if mtp_part(name, shape)}
+        dropped |= {"lm_head.weight", *(name for name in known if mtp_part(name, shape))}
     rest = [name for name in folder.names() if name not in taken]
     unknown = [name for name in rest if name not in known and name not in dropped]
     if unknown:
         raise CheckpointError(f"{folder.path} holds tensors that no model of ours has: {_some(unknown)}")
     return [n for n in rest if n not in dropped], [n for n in rest if n in dropped]
+
+
+def _copies(folder: HFFolder, shape: ModelShape, names: list[str]) -> dict[str, str]:
+    """Those of `names` that repeat a tensor of the policy -> that tensor.
+
+    Raises: CheckpointError for a tied output layer that is no copy.
+    """
+    copies = {name: original_of(name, shape) for name in names if is_copy(folder, shape, name)}
+    if "lm_head.weight" in names and "lm_head.weight" not in copies:
+        raise CheckpointError(
+            f"{folder.path} holds another lm_head.weight than model.embed_tokens.weight, but its config.json says"
+            " tie_word_embeddings = true: transformers computes with both then, Megatron and vLLM with the embedding"
+            " alone. Set it to false, or remove lm_head.weight"
+        )
+    return copies
 
 
 def write_hf_part(
@@ -347,6 +398,7 @@ class _WayBack:
 
 @contextmanager
 def _way_back(source: str | Path, hf_source: str | Path | None) -> Iterator[_WayBack]:
+    CachedMetadataFileSystemReader.clear_metadata_cache()  # of a checkpoint that stood there before
     stored = StoredWeights(source)
     rest = _Rest(stored, Path(hf_source) if hf_source else stored.path / HF_PART)
     shape = read_shape(rest.config)
@@ -357,19 +409,23 @@ def _way_back(source: str | Path, hf_source: str | Path | None) -> Iterator[_Way
                               f"{shape.num_mtp_layers}: the model came from another folder (--source)")
     outputs = stored.shapes.get("output_layer.weight", (1,))[0]
     with _model(role, shape, rest.config, stored.content, with_mtp=with_mtp, outputs=outputs) as parameters:
-        stored.check({str(number): parameter.shard for number, parameter in enumerate(parameters)})
+        stored.check({str(number): parameter.shard for number, parameter in enumerate(parameters)}, shape.vocab)
         _check_all_taken(stored, parameters)
         for parameter in parameters:
             parameter.dtype = stored.dtypes[built([parameter.shard])[0].key]
         converted = {p.hf_name: (owner.dtype, p.full_shape) for owner in parameters for p in owner.parts}
         copies, carried = rest.besides(shape, converted, role)
+        if twice := sorted(converted.keys() & {*copies, *carried}):
+            raise CheckpointError(f"{rest.path} holds tensors that {stored.path} holds itself: {_some(twice)}")
         announced = (
             converted
             | {name: converted[original] for name, original in copies.items()}
             | {name: (rest.folder.dtype(name), rest.folder.shape(name)) for name in carried}
         )
-        yield _WayBack(stored, rest, parameters, copies, carried, announced)
-    CachedMetadataFileSystemReader.clear_metadata_cache()
+        try:
+            yield _WayBack(stored, rest, parameters, copies, carried, announced)
+        finally:
+            CachedMetadataFileSystemReader.clear_metadata_cache()
 
 
 class _Rest:
@@ -381,7 +437,8 @@ class _Rest:
                 f"{path} has no config.json; name the HF folder that the checkpoint's model came from (--source)"
             )
         self.path, self._copies = path, stored.common.get("copies")
-        self.config: dict[str, Any] = json.loads((path / "config.json").read_text())
+        self._is_own = path.resolve() == (stored.path / HF_PART).resolve()  # any folder may be called so
+        self.config = read_object(path / "config.json")
         has_tensors = any(path.glob("*.safetensors"))
         self.folder = HFFolder(path) if has_tensors else None
 
@@ -389,7 +446,7 @@ class _Rest:
         self, shape: ModelShape, converted: Mapping[str, Any], role: Role
     ) -> tuple[dict[str, str], list[str]]:
         """(copies -> what they are copies of, names of tensors carried over as they are)."""
-        if self.path.name == HF_PART and self._copies is not None:
+        if self._is_own and self._copies is not None:
             return self._copies, self.folder.names() if self.folder else []
         if self.folder is None:
             return {}, []
@@ -398,10 +455,10 @@ class _Rest:
         if missing - ({"lm_head.weight"} if role == "value" else set()):
             raise CheckpointError(f"{self.path} holds tensors that the checkpoint lacks: {_some(sorted(missing))}")
         left_out = left_out_names(self.folder, shape, with_mtp=with_mtp)
-        names = [name for name in left_out if name not in (VALUE_HEAD, "lm_head.weight")]
+        names = [name for name in left_out if name != VALUE_HEAD]
         if role == "value":
-            names = [name for name in names if not mtp_part(name, shape)]
-        copies = {name: original_of(name, shape) for name in names if is_copy(self.folder, shape, name)}
+            names = [name for name in names if name != "lm_head.weight" and not mtp_part(name, shape)]
+        copies = _copies(self.folder, shape, names)
         return copies, [name for name in names if name not in copies]
 
 

@@ -1,13 +1,10 @@
 """A HF model folder on disk: opened whole or not at all, read slice by slice.
 
-Some folders hold the experts of a layer as one tensor: `mlp.experts.gate_up_proj` [E, 2I, H], in which every expert's
-gate rows stand above its up rows, and `mlp.experts.down_proj` [E, H, I]. They are shown as the separate tensors of the
-experts that the names of all other folders give, so that nothing else needs to know.
+Where a folder holds the experts of a layer as one tensor, they are shown one by one (convert/experts.py).
 """
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_sao.convert.experts import Place, one_by_one
 from megatron_sao.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -23,19 +21,28 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts\.)(gate_up_proj|down_proj)(?:\.weight)?")
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor stands. `expert` is -1 for a tensor of its own, else its matrix in a tensor of all experts."""
+    """A tensor in a file."""
 
     file: str
-    name: str  # there
     shape: tuple[int, ...]
     dtype: torch.dtype
-    expert: int = -1
-    first_row: int = 0  # within the expert's matrix
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder. Raises: CheckpointError."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"model folder {path.parent} has no {path.name}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object")
+    return content
 
 
 class HFFolder:
@@ -51,26 +58,19 @@ class HFFolder:
         if not self.path.is_dir():
             what = "is no folder" if self.path.exists() else "does not exist"
             raise CheckpointError(f"model folder {self.path} {what}; name (model.path) a folder in HF format")
-        self.config: dict[str, Any] = self._json("config.json")
-        self._stored = self._open()
-
-    def _json(self, name: str) -> dict[str, Any]:
+        self.config: dict[str, Any] = read_object(self.path / "config.json")
+        self._stored = self._open()  # by its name in the file
         try:
-            content = json.loads((self.path / name).read_text())
-        except FileNotFoundError:
-            raise CheckpointError(f"model folder {self.path} has no {name}") from None
-        except ValueError as error:
-            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{self.path / name} holds a JSON {type(content).__name__}, expected an object")
-        return content
+            self._places: dict[str, Place] = one_by_one({name: one.shape for name, one in self._stored.items()})
+        except CheckpointError as error:
+            raise CheckpointError(f"the model folder {self.path}: {error}") from None
 
     def _index(self) -> dict[str, str] | None:
         """Tensor name -> file name; None where the folder has no index."""
         if not (self.path / INDEX).exists():
             return None
-        index = self._json(INDEX).get("weight_map")
-        if not isinstance(index, dict) or not index:
+        index = read_object(self.path / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
             raise CheckpointError(f"{self.path / INDEX} has no weight_map from tensor names to file names")
         return index
 
@@ -82,18 +82,16 @@ class HFFolder:
             raise CheckpointError(f"model folder {self.path} lacks {', '.join(absent)}: incomplete download or copy?")
         held = {shard: self._held(shard) for shard in shards}
         if index is None:
-            found = {name: held[shard][name] for shard in shards for name in sorted(held[shard])}
-        else:
-            for name, shard in index.items():
-                if name not in held[shard]:
-                    raise CheckpointError(f"{INDEX} says {name} is in {shard}, but that file does not hold it")
-            for name, shard in ((name, shard) for shard in shards for name in held[shard]):
-                if index.get(name) != shard:  # other programs would load it
-                    said = f"puts it into {index[name]}" if name in index else "does not name it"
-                    raise CheckpointError(f"{self.path / shard} holds {name}, but {INDEX} {said}; do they belong to one"
-                                          " model? Write the index anew, or the file without that tensor")
-            found = {name: held[shard][name] for name, shard in index.items()}
-        return {name: one for stored in found.values() for name, one in _one_by_one(stored)}
+            return {name: held[shard][name] for shard in shards for name in sorted(held[shard])}
+        for name, shard in index.items():
+            if name not in held[shard]:
+                raise CheckpointError(f"{INDEX} says {name} is in {shard}, but that file does not hold it")
+        for name, shard in ((name, shard) for shard in shards for name in held[shard]):
+            if index.get(name) != shard:  # other programs would load it
+                said = f"puts it into {index[name]}" if name in index else "does not name it"
+                raise CheckpointError(f"{self.path / shard} holds {name}, but {INDEX} {said}; do they belong to one"
+                                      " model? Write the index anew, or the file without that tensor")
+        return {name: held[shard][name] for name, shard in index.items()}
 
     def _held(self, shard: str) -> dict[str, _Stored]:
         """What a shard holds by its header; a file shorter than its header says is refused."""
@@ -102,7 +100,7 @@ class HFFolder:
             with safe_open(str(self.path / shard), framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  it is no dict
                     part = file.get_slice(name)
-                    found[name] = _Stored(shard, name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+                    found[name] = _Stored(shard, tuple(part.get_shape()), DTYPES[part.get_dtype()])
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / shard} cannot be read (truncated?): {error}") from None
         except KeyError as error:
@@ -112,19 +110,19 @@ class HFFolder:
 
     def names(self) -> list[str]:
         """HF names of all tensors."""
-        return list(self._stored)
+        return list(self._places)
 
     def has(self, name: str) -> bool:
         """Whether the folder holds this tensor."""
-        return name in self._stored
+        return name in self._places
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that the folder holds."""
-        return self._stored[name].shape
+        return self._places[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Number format of a tensor that the folder holds."""
-        return self._stored[name].dtype
+        return self._stored[self._places[name].name].dtype
 
     @property
     def num_bytes(self) -> int:
@@ -136,45 +134,27 @@ class HFFolder:
 
         Raises: CheckpointError when the tensor is missing or has another shape.
         """
-        if name not in self._stored:
+        if name not in self._places:
             raise CheckpointError(f"{self.path} lacks the tensor {name} of shape {list(full_shape)}")
-        stored = self._stored[name]
-        if stored.shape != tuple(full_shape):
+        place = self._places[name]
+        if place.shape != tuple(full_shape):
             raise CheckpointError(
-                f"{self.path}: {name} has shape {list(stored.shape)}, expected {list(full_shape)}"
+                f"{self.path}: {name} has shape {list(place.shape)}, expected {list(full_shape)}"
             )
         index = [slice(None)] * len(full_shape)
         index[dim] = slice(start, start + length)
-        if stored.expert >= 0:
+        if place.expert >= 0:
             low, high, _ = index[0].indices(full_shape[0])
-            rows = slice(stored.first_row + low, stored.first_row + high)
-            index = [slice(stored.expert, stored.expert + 1), rows, *index[1:]]
-        with safe_open(str(self.path / stored.file), framework="pt") as file:
-            read = file.get_slice(stored.name)[tuple(index)]
-        return read[0] if stored.expert >= 0 else read
+            rows = slice(place.first_row + low, place.first_row + high)
+            index = [slice(place.expert, place.expert + 1), rows, *index[1:]]
+        with safe_open(str(self.path / self._stored[place.name].file), framework="pt") as file:
+            read = file.get_slice(place.name)[tuple(index)]
+        return read[0] if place.expert >= 0 else read
 
     def read_whole(self, name: str) -> torch.Tensor:
         """A tensor that the folder holds, as it stands there."""
-        shape = self._stored[name].shape
+        shape = self.shape(name)
         if shape:
             return self.read(name, shape, 0, 0, shape[0])
         with safe_open(str(self.path / self._stored[name].file), framework="pt") as file:
             return file.get_tensor(name)
-
-
-def _one_by_one(stored: _Stored) -> list[tuple[str, _Stored]]:
-    """A tensor under its name; one of all experts as the tensors of each."""
-    fused = _FUSED_EXPERTS.fullmatch(stored.name)
-    if not fused or len(stored.shape) != 3:
-        return [(stored.name, stored)]
-    num_experts, rows, columns = stored.shape
-    parts = ["gate_proj", "up_proj"] if fused[2] == "gate_up_proj" else ["down_proj"]
-    rows //= len(parts)
-    return [
-        (
-            f"{fused[1]}{expert}.{part}.weight",
-            _Stored(stored.file, stored.name, (rows, columns), stored.dtype, expert, number * rows),
-        )
-        for expert in range(num_experts)
-        for number, part in enumerate(parts)
-    ]

@@ -95,7 +95,7 @@ def fp8_names(folder: HFFolder) -> set[str]:
 
     Raises: CheckpointError when there is none, or when the folder is quantised already.
     """
-    if "quantization_config" in folder.config:
+    if folder.config.get("quantization_config") is not None:
         raise CheckpointError("the model is quantised already (quantization_config in its config.json)")
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name in folder.names():

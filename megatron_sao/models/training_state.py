@@ -90,7 +90,7 @@ def load_state(model: TrainedModel, shape: ModelShape, folder: str | Path) -> di
             key = _key(name, shard)
             shards[key] = _with_data(shard, key, tensor.view(part.parameter.shape))
     flat = {str(number): shard for number, shard in enumerate(built(shards.values()))}
-    stored.check(flat)
+    stored.check(flat, shape.vocab)
     TorchDistLoadShardedStrategy().load(flat, stored.path)  # fills the tensors in place
     with torch.no_grad():
         for piece, whole, start in copies:

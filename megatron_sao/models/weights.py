@@ -234,15 +234,20 @@ def mtp_part(name: str, shape: ModelShape) -> str:
 
 
 def original_of(name: str, shape: ModelShape) -> str:
-    """What a tensor of an MTP layer is a copy of where it is one; "" for every other tensor."""
+    """What a tensor of an MTP layer, or a tied output layer, is a copy of where it is one; "" for every other one."""
+    if name == "lm_head.weight":
+        return "model.embed_tokens.weight" if shape.is_tied else ""
     original = TIED_COPIES.get(mtp_part(name, shape), "")
     return "model.embed_tokens.weight" if original == "lm_head.weight" and shape.is_tied else original
 
 
 def is_copy(folder: HFFolder, shape: ModelShape, name: str) -> bool:
-    """Whether a tensor of an MTP layer in the folder has the bits of the embedding or output layer there."""
+    """Whether a tensor of the folder has number format, shape and bits of its `original_of` there."""
     original = original_of(name, shape)
-    return bool(original) and torch.equal(folder.read_whole(name), folder.read_whole(original))
+    if not original or (folder.dtype(name), folder.shape(name)) != (folder.dtype(original), folder.shape(original)):
+        return False
+    # Numbers will not do: 0 equals -0, and NaN not itself.
+    return torch.equal(*(folder.read_whole(one).flatten().view(torch.uint8) for one in (name, original)))
 
 
 def _in_layer(name: str) -> tuple[int, str]:

@@ -160,6 +160,7 @@ class Pusher:
                 self._wake()
                 fault = self._sender.prepare(self._view, policy_version)  # engines go on sampling meanwhile
                 if fault := self._link.first(fault or ""):
+                    self._sender.discard()  # this rank may have written a file
                     raise TrainingError(f"the weights of policy_version {policy_version} are not pushed: {fault}")
             ask = PushRequest(policy_version=policy_version, has_group=self._sender is not None)
             answer = self._ask(ask, FormGroup | PushGo | PushDone)

@@ -32,7 +32,7 @@ from megatron_sao.checkpoints import (
 )
 from megatron_sao.config import to_toml
 from megatron_sao.errors import CheckpointError
-from megatron_sao.models.checkpoint import HF_PART, CheckpointWriter, Written
+from megatron_sao.models.checkpoint import HF_PART, VOCAB_SIZE, CheckpointWriter, Written
 from megatron_sao.models.conversion import write_hf_part
 from megatron_sao.models.training_state import state_shards
 from megatron_sao.models.weights import mtp_part
@@ -231,7 +231,8 @@ class _Save:
         for part, model in ((POLICY_FOLDER, models.policy), (VALUE_FOLDER, models.value)):
             models.turns.take(model)
             shards, counters = state_shards(model, self._trainer.shape, world, copied=in_background)
-            common = counters | {"role": part, "copies": besides.copies if part == POLICY_FOLDER else {}}
+            copies = besides.copies if part == POLICY_FOLDER else {}
+            common = counters | {"role": part, "copies": copies, VOCAB_SIZE: self._trainer.shape.vocab}
             self._writers[part] = CheckpointWriter(shards, self.folder / part, world, common)
             if not in_background:  # before the other model takes the memory
                 self._agreement.each(self._name, lambda part=part: self._write_model(part))

@@ -42,7 +42,7 @@ class DiskSender(WeightSender):
     def __init__(self, group: WeightGroup, plan: PushPlan):
         super().__init__(group, plan)
         self._folder = Path(plan.folder)
-        self._written: Path | None = None
+        self._written: Path | None = None  # also what is being written
 
     def prepare(self, view_of: Callable[[WireItem], torch.Tensor], policy_version: int) -> str | None:
         """Write this rank's file; engines go on serving meanwhile. Arguments and result as `WeightSender.prepare`."""
@@ -74,14 +74,18 @@ class DiskSender(WeightSender):
     def _write(self, path: Path, views: dict[WireItem, torch.Tensor]) -> None:
         self._remove()
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
+        self._written = partial = path.with_name(path.name + ".partial")
         buffer = self._slots[0].buffer
-        with partial.open("wb") as file:
-            for number, bucket, _ in self._own:
-                for item, place in buffer.views(bucket):
-                    place.copy_(views[item])
-                buffer.seal(bucket, number)
-                file.write(memoryview(buffer.message(bucket).cpu().numpy()))
+        try:
+            with partial.open("wb") as file:
+                for number, bucket, _ in self._own:
+                    for item, place in buffer.views(bucket):
+                        place.copy_(views[item])
+                    buffer.seal(bucket, number)
+                    file.write(memoryview(buffer.message(bucket).cpu().numpy()))
+        except OSError:
+            partial.unlink(missing_ok=True)  # at once: the disk may be full. Others may be about to use the folder
+            raise
         partial.rename(path)
         self._written = path
 
@@ -161,8 +165,9 @@ def message_offsets(buckets: Iterable[Bucket]) -> list[int]:
 
 def _read(file: IO[bytes], offset: int, message: torch.Tensor) -> None:
     file.seek(offset)
-    content = bytearray(file.read(message.numel()))
-    if len(content) < message.numel():
-        lacking = message.numel() - len(content)
-        raise ProtocolError(f"{file.name} ends after {offset + len(content)} bytes; {lacking} lack")
-    message.copy_(torch.frombuffer(content, dtype=torch.uint8))
+    host = message if message.device.type == "cpu" else torch.empty_like(message, device="cpu")
+    num_read = file.readinto(host.numpy())
+    if num_read < len(host):
+        raise ProtocolError(f"{file.name} ends after {offset + num_read} bytes; {len(host) - num_read} lack")
+    if host is not message:
+        message.copy_(host)

@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from megatron_sao.convert.experts import one_by_one
 from megatron_sao.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -32,17 +33,26 @@ def check_model_folder(folder: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape of every tensor of a model folder.
+    """HF name -> shape of every tensor of a model folder, experts one by one: what a push delivers.
 
     Raises: CheckpointError when a file is missing, truncated or unreadable, or when index and files do not hold the
         same tensors.
     """
     folder = Path(folder)
+    stored = _stored_shapes(folder)
+    try:
+        return {name: place.shape for name, place in one_by_one(stored).items()}
+    except CheckpointError as error:
+        raise CheckpointError(f"the model folder {folder}: {error}") from None
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor as it stands in the files."""
     index: dict[str, str] | None = None
     if (folder / INDEX).exists():
         index = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(index, dict):
-            raise CheckpointError(f"{folder / INDEX} has no weight_map")
+        if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+            raise CheckpointError(f"{folder / INDEX} has no weight_map from tensor names to file names")
     files = sorted(set(index.values())) if index is not None else ["model.safetensors"]
     found = {file: _read_header(folder / file) for file in files}
     if index is None:

@@ -157,8 +157,9 @@ class WeightReceiver:
         with self._group.push_limit():
             self._handshake.begin(policy_version, fault)
             num_bytes, failure = self._load_all(load, verify)
+            fault = None if failure is None else str(failure) or repr(failure)
             try:
-                self._handshake.end(policy_version, num_bytes, None if failure is None else str(failure))
+                self._handshake.end(policy_version, num_bytes, fault)
             except ProtocolError as refusal:
                 raise refusal from failure
 
@@ -193,13 +194,13 @@ class WeightReceiver:
                         whole = assembler.add(item, piece)
                         if whole is not None:
                             complete.append((item.name, whole))
-                except ProtocolError as error:
+                except Exception as error:  # also of no memory: the group must hear of it first
                     failure = error
             free.put(buffer)
             if failure is None and complete:
                 try:
                     load(complete)
-                except Exception as error:  # whatever a model's loader raises: the group must hear of it first
+                except Exception as error:  # whatever a model's loader raises, as above
                     failure = error
             load_s += time.monotonic() - began
         thread.join()

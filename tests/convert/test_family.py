@@ -222,6 +222,9 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         (GLM5, "rope_parameters", YARN | {"rope_theta": 1000000.0}),
         (GLM5, "indexer_rope_interleave", False),
         (GLM5, "mlp_bias", True),
+        (QWEN3_MOE, "rope_parameters", YARN | {"rope_type": None, "type": "yarn", "rope_theta": 1000000.0}),
+        (QWEN3_MOE, "rope_scaling", {"type": "default", "partial_rotary_factor": 0.5}),
+        (DEEPSEEK, "rope_scaling", DEEPSEEK["rope_scaling"] | {"truncate": False}),
     ],
     ids=str,
 )
@@ -411,6 +414,7 @@ def test_a_class_default_does_not_shadow_the_number_of_routed_experts():
         ({"rope_theta": 8000000, "rope_parameters": {"rope_type": "default"}}, 8e6),
         ({"rope_theta": 1000000, "rope_parameters": {"rope_theta": 1000000.0}}, 1e6),
         ({"rope_theta": 1000000, "rope_parameters": None}, 1e6),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 1000000}}, 1e6),
     ],
     ids=str,
 )
@@ -421,6 +425,8 @@ def test_the_rotary_base_from_either_place(config, base):
 def test_two_rotary_bases_are_a_conflict():
     with pytest.raises(CheckpointError, match="rope_theta = 10000, rope_parameters.rope_theta = 1000000"):
         rope_base({"rope_theta": 10000, "rope_parameters": {"rope_theta": 1000000}})
+    with pytest.raises(CheckpointError, match="rope_theta = 10000, rope_scaling.rope_theta = 1000000"):
+        rope_base({"rope_theta": 10000, "rope_scaling": {"rope_theta": 1000000}})
 
 
 @pytest.mark.parametrize("config", [{}, {"rope_parameters": {"rope_type": "default"}}, {"rope_theta": None}], ids=str)
@@ -449,8 +455,23 @@ def test_the_rotated_share_of_a_head_from_either_place():
     assert read_rope(GLM45).share == 0.5
     moved = {"partial_rotary_factor": None, "rope_parameters": {"partial_rotary_factor": 0.5}}
     assert read_rope(GLM45 | moved).share == 0.5
+    moved = {"partial_rotary_factor": None, "rope_scaling": {"partial_rotary_factor": 0.5}}
+    assert read_rope(GLM45 | moved).share == 0.5
+    with pytest.raises(CheckpointError, match="= 0.5, rope_scaling.partial_rotary_factor = 0.25 for the rotated share"):
+        read_rope(GLM45 | {"rope_scaling": {"partial_rotary_factor": 0.25}})
     with pytest.raises(CheckpointError, match="nothing for the rotated share of a head"):
         read_shape(GLM45 | {"partial_rotary_factor": None})
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("config", [QWEN3, GLM45, DEEPSEEK, GLM5], ids=lambda config: config["model_type"])
+def test_a_rotary_field_that_nobody_here_reads_is_refused_by_its_name(config, place):
+    held = config.get(place) or {}
+    read_shape(config | {place: held | {"short_factor": None}})
+    with pytest.raises(CheckpointError, match=f"{place}.short_factor = .2.0. is not known here.*; known: rope_type, "):
+        read_shape(config | {place: held | {"short_factor": [2.0]}})
+    with pytest.raises(CheckpointError, match=f"{place} = 'yarn' is no object"):
+        read_shape(config | {place: "yarn"})
 
 
 # ---- pipeline stages ---------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 
 import pytest
@@ -110,7 +112,8 @@ def assert_equal_folders(source, written):
     assert set(before.names()) == set(after.names())
     for name in before.names():
         assert before.dtype(name) == after.dtype(name), name
-        assert torch.equal(before.read_whole(name), after.read_whole(name)), name
+        bits = [folder.read_whole(name).flatten().view(torch.uint8) for folder in (before, after)]
+        assert torch.equal(*bits), name
 
 
 def test_every_family_survives_two_layouts_bit_by_bit(sources, checkpoints, tmp_path):  # CKP-09, CKP-06, CKP-03
@@ -137,6 +140,45 @@ def test_a_conversion_and_its_way_back_give_the_folder_again(sources, checkpoint
         assert config == json.loads((folder / "config.json").read_text())
 
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def test_a_tied_output_layer_that_is_there_too_comes_back_or_is_refused(sources, tmp_path):
+    folder = tmp_path / "tied"
+    shutil.copytree(sources["tied"], folder)
+    weights = read_weights(folder)
+    write_weights(folder, weights | {HEAD: weights[EMBEDDING].clone()})
+    assert hf_to_megatron(folder, tmp_path / "checkpoint").carried == [HEAD]
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back")
+    assert_equal_folders(folder, tmp_path / "back")
+    shutil.rmtree(tmp_path / "checkpoint" / "hf")
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "again", hf_source=folder)
+    assert_equal_folders(folder, tmp_path / "again")
+
+    write_weights(folder, weights | {HEAD: weights[EMBEDDING] + 1})
+    with pytest.raises(CheckpointError, match="another lm_head.weight than .* tie_word_embeddings = true"):
+        hf_to_megatron(folder, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="another lm_head.weight than .* tie_word_embeddings = true"):
+        megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out", hf_source=folder)
+    assert hf_to_megatron(folder, tmp_path / "value", "value").dropped == [HEAD]
+
+
+@pytest.mark.parametrize("change", ["sign of zero", "number format"])
+def test_what_differs_from_the_embedding_in_bits_alone_is_no_copy(sources, tmp_path, change):
+    folder, copy = tmp_path / "source", "model.layers.4.embed_tokens.weight"
+    shutil.copytree(sources["glm4_moe"], folder)
+    weights = read_weights(folder)
+    if change == "sign of zero":
+        weights[EMBEDDING][0, 0] = weights[copy][0, 0] = 0.0
+        weights[copy][0, 0] *= -1
+    else:
+        weights[copy] = weights[copy].float()
+    write_weights(folder, weights)
+    hf_to_megatron(folder, tmp_path / "checkpoint")
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "back")
+    assert_equal_folders(folder, tmp_path / "back")
+
+
 # ---- value models ----------------------------------------------------------------------------------------------
 
 
@@ -146,6 +188,7 @@ def value_model_of(folder, checkpoint):
     (chunk,), _, shape = model_of(folder, config, "value")
     kept = load_saved_weights([chunk], shape, checkpoint)
     assert isinstance(chunk.output_layer, ValueHead)
+    assert not weight_shards(chunk, shape)["output_layer.weight"].allow_shape_mismatch, "its rows are no vocabulary"
     return kept, chunk.output_layer.weight.detach().clone(), chunk.embedding.word_embeddings.weight.detach().clone()
 
 
@@ -254,6 +297,65 @@ def test_a_checkpoint_of_another_model_is_refused(sources, checkpoints, tmp_path
     with pytest.raises(CheckpointError, match="lacks the tensor decoder.layers.0.mlp.linear_fc1.weight_w of shape"):
         megatron_to_hf(checkpoints["qwen3_moe"], tmp_path / "out", hf_source=sources["qwen3"])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_source_may_be_called_as_the_checkpoints_own_part_is(sources, checkpoints, tmp_path):
+    other = make_family_folder("qwen3", tmp_path / "hf", mtp=False, seed=9, vocab_size=VOCAB)
+    megatron_to_hf(checkpoints["qwen3"], tmp_path / "out", hf_source=other)
+    assert_equal_folders(sources["qwen3"], tmp_path / "out")
+
+
+def test_a_carried_tensor_that_the_checkpoint_holds_too_is_refused(sources, tmp_path):
+    hf_to_megatron(sources["qwen3"], tmp_path / "checkpoint")
+    write_weights(tmp_path / "checkpoint" / "hf", {"model.norm.weight": torch.ones(64)})
+    with pytest.raises(CheckpointError, match="/hf holds tensors that .*checkpoint holds itself: model.norm.weight"):
+        megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def vocabulary_faults(folder, checkpoint, sizes):
+    """What loading says where config.json gives such a size; "" where it loads."""
+    config, faults = load_config(None, []), []
+    start_world(config)
+    for size in sizes:
+        hf = HFFolder(folder).config | {"vocab_size": size}
+        (chunk,) = build_model("policy", hf, config.parallel, torch.float32)
+        try:
+            load_saved_weights([chunk], read_shape(hf), checkpoint)
+            faults.append("")
+        except CheckpointError as fault:
+            faults.append(str(fault))
+    return faults
+
+
+def test_another_vocabulary_is_neither_cut_nor_filled_with_zeros(sources, checkpoints, tmp_path):
+    run_ranks(1, saved_stacked, [(sources["tied"], tmp_path / "unsaid")])  # an older checkpoint does not say its own
+    for checkpoint, expected in (
+        (checkpoints["tied"], ["", "vocab_size = 129, .* says 150", "vocab_size = 129, .* says 100"]),
+        (tmp_path / "unsaid", ["", "word_embeddings.weight with 129 rows, config.json says vocab_size = 150", ""]),
+    ):
+        (faults,) = run_ranks(1, vocabulary_faults, sources["tied"], checkpoint, [VOCAB, 150, 100])
+        assert [bool(fault) for fault in faults] == [bool(said) for said in expected]
+        assert all(re.search(said, fault) for said, fault in zip(expected, faults, strict=True)), faults
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(HFFolder(sources["tied"]).config | {"vocab_size": 150}))
+    for checkpoint in (checkpoints["tied"], tmp_path / "unsaid"):
+        with pytest.raises(CheckpointError, match="config.json .*says .*150"):
+            megatron_to_hf(checkpoint, tmp_path / "out", hf_source=other)
+
+
+def test_an_interrupted_way_back_does_not_leave_its_checkpoint_in_memory(sources, tmp_path):
+    def interrupted(done, total):
+        raise KeyboardInterrupt
+
+    hf_to_megatron(sources["qwen3"], tmp_path / "checkpoint", max_file_bytes=100_000)
+    with pytest.raises(KeyboardInterrupt):
+        megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out", report=interrupted)
+    shutil.rmtree(tmp_path / "checkpoint")
+    hf_to_megatron(sources["qwen3"], tmp_path / "checkpoint")
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out")
+    assert_equal_folders(sources["qwen3"], tmp_path / "out")
 
 
 def killed(folder, checkpoint, destination, at):

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from megatron_sao.errors import CheckpointError
 from megatron_sao.models.hf_folder import HFFolder
+from megatron_sao.transport.hf_shapes import read_shapes
 from tests.support.folders import write_shards, write_weights
 
 WEIGHTS = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(4.0), "c": torch.ones(2, 2)}
@@ -98,12 +99,14 @@ def test_a_tensor_that_the_index_does_not_place_where_it_stands_is_named(sharded
         HFFolder(sharded)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": null}', '{"weight_map": ["a"]}'])
-def test_an_index_without_a_weight_map_is_refused_and_no_other_file_tried(sharded, text):
+@pytest.mark.parametrize("weight_map", ["{}", "null", '["a"]', '{"a": 1}', '{"a": null, "b": "model.safetensors"}'])
+@pytest.mark.parametrize("read", [HFFolder, read_shapes])
+def test_an_index_without_a_weight_map_is_refused_and_no_other_file_tried(sharded, weight_map, read):
     save_file(WEIGHTS, sharded / "model.safetensors")
-    (sharded / INDEX).write_text(text)
-    with pytest.raises(CheckpointError, match="weight_map"):
-        HFFolder(sharded)
+    for text in ("{}", f'{{"weight_map": {weight_map}}}'):
+        (sharded / INDEX).write_text(text)
+        with pytest.raises(CheckpointError, match="has no weight_map from tensor names to file names"):
+            read(sharded)
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 5, 100, -8])
@@ -138,3 +141,29 @@ def test_tensors_of_all_experts_are_shown_one_by_one(folder):
             assert torch.equal(opened.read(name, shape, 1, 2, 2), whole[:, 2:4])
     with pytest.raises(CheckpointError, match=r"0.up_proj.weight has shape \[4, 5\], expected \[8, 5\]"):
         opened.read(f"{place}0.up_proj.weight", (8, 5), 0, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"gate_up_proj": (2, 4, 3), "0.gate_proj.weight": (2, 3)},
+         "0.gate_proj.weight is there twice: in .*experts.0.gate_proj.weight and in .*experts.gate_up_proj"),
+        ({"down_proj": (2, 4, 3), "down_proj.weight": (2, 4, 3)},
+         "0.down_proj.weight is there twice: in .*experts.down_proj and in .*experts.down_proj.weight"),
+        ({"gate_up_proj": (2, 5, 3)}, r"gate_up_proj of shape \[2, 5, 3\] has 5 rows: no gate and up projection"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("read", [HFFolder, read_shapes])
+def test_experts_that_are_there_twice_or_in_no_two_halves_are_refused(folder, stored, message, read):
+    write_weights(folder, {f"model.layers.1.mlp.experts.{name}": torch.ones(shape) for name, shape in stored.items()})
+    with pytest.raises(CheckpointError, match=f"model folder .*: model.layers.1.mlp.experts.{message}"):
+        read(folder)
+
+
+def test_the_engines_side_lists_a_folder_as_the_trainer_does(folder):
+    place = "model.layers.1.mlp.experts."
+    fused = {place + "gate_up_proj": torch.ones(3, 8, 5), place + "down_proj": torch.ones(3, 5, 4)}
+    write_weights(folder, WEIGHTS | fused)
+    opened, listed = HFFolder(folder), read_shapes(folder)
+    assert listed == {name: opened.shape(name) for name in opened.names()}
+    assert listed["a"] == (4, 3) and listed[f"{place}2.up_proj.weight"] == (4, 5) and len(listed) == 12

@@ -161,6 +161,14 @@ def test_matrices_that_are_computed_as_one_become_fp8_all_or_none(monkeypatch, t
     }  # fmt: skip
 
 
+def test_a_quantization_of_null_is_none(tmp_path):
+    shape = TinyShape(layers=1, hidden=128, expert_ffn=128, experts=2)
+    folder = HFFolder(make_tiny_model(tmp_path / "source", shape, seed=1))
+    expected = fp8_names(folder)
+    folder.config["quantization_config"] = None
+    assert fp8_names(folder) == expected
+
+
 def test_what_cannot_be_quantised_is_refused_and_leaves_no_folder(folders, tmp_path, monkeypatch):
     small = make_tiny_model(tmp_path / "small", TinyShape(), seed=1)
     broken = make_tiny_model(tmp_path / "broken", TinyShape(layers=1, hidden=128, expert_ffn=128, experts=2), seed=1)

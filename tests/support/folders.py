@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 WEIGHTS = "model.safetensors"
+_EXPERT_PARTS = ("gate", "up", "down")
 
 
 def make_folder(
@@ -50,6 +51,18 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, Path(folder) / WEIGHTS, metadata={"format": "pt"})
+
+
+def with_fused_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights, the experts of each layer as `gate_up_proj` and `down_proj`."""
+    fused = {name: tensor for name, tensor in weights.items() if ".mlp.experts." not in name}
+    for place in sorted({name.split(".experts.")[0] + ".experts." for name in weights.keys() - fused.keys()}):
+        count = sum(name.startswith(place) for name in weights) // 3
+        parts = {part: [weights[f"{place}{e}.{part}_proj.weight"] for e in range(count)] for part in _EXPERT_PARTS}
+        pairs = zip(parts["gate"], parts["up"], strict=True)
+        fused[f"{place}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        fused[f"{place}down_proj"] = torch.stack(parts["down"])
+    return fused
 
 
 def write_shards(folder: Path, weights: dict[str, torch.Tensor], shards: list[list[str]]) -> list[str]:

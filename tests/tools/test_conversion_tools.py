@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
 from megatron_sao.errors import CheckpointError, ConfigError
@@ -18,7 +19,7 @@ from megatron_sao.models.checkpoint import StoredWeights
 from megatron_sao.models.conversion import hf_to_megatron
 from megatron_sao.rollout.greedy import GREEDY_FILE, GreedyRecord
 from tests.support.families import make_family_folder
-from tests.support.folders import read_weights, write_shards
+from tests.support.folders import read_weights, with_fused_experts, write_shards, write_weights
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -82,6 +83,30 @@ def test_a_dry_run_says_what_the_conversion_then_writes(folder, tmp_path, capsys
             main_of(tool)([str(source), str(out), "--dry-run"])
 
 
+def test_a_dry_run_refuses_what_the_conversion_would(folder, tmp_path):
+    """Names and shapes, too; nothing is written."""
+    weights, before = read_weights(folder), sorted(tmp_path.iterdir())
+    lost, bias = "model.layers.2.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"
+    for changed, message in (
+        ({name: tensor for name, tensor in weights.items() if name != lost}, f"lacks the tensor {lost} of shape"),
+        (weights | {"model.layers.0.sinks": torch.ones(3)}, "that no model of ours has: model.layers.0.sinks"),
+        (weights | {bias: torch.ones(9)}, rf"holds {bias} with shape \[9\], expected \[8\]"),
+    ):
+        write_weights(folder, changed)
+        for options in (["--dry-run"], []):
+            with pytest.raises(CheckpointError, match=message):
+                main_of("hf_to_megatron")([str(folder), str(tmp_path / "out"), *options])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_dry_run_counts_what_a_value_model_holds(folder, tmp_path, capsys):
+    main_of("hf_to_megatron")([str(folder), str(tmp_path / "out"), "--role", "value", "--dry-run"])
+    said = capsys.readouterr().out.splitlines()[-1]
+    main_of("hf_to_megatron")([str(folder), str(tmp_path / "out"), "--role", "value"])
+    written = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{tmp_path / 'out'}: "))
+    assert f" would hold {written.split(': ')[1].removesuffix(', as a value')};" in said
+
+
 def test_a_dry_check_of_an_export_wants_all_files_and_starts_nothing(folder, tmp_path, capsys):
     run_folder = tmp_path / "run"
     run_folder.mkdir()
@@ -125,16 +150,8 @@ def test_a_missing_shard_is_named_at_once(folder, tmp_path):  # CKP-01
 
 def test_tensors_of_all_experts_are_converted_like_those_of_each(folder, tmp_path):
     """A folder with gate_up_proj and down_proj gives the same checkpoint as one with the experts apart."""
-    import torch
-
     weights = read_weights(folder)
-    fused = {name: tensor for name, tensor in weights.items() if ".mlp.experts." not in name}
-    places = sorted({name.split(".experts.")[0] + ".experts." for name in weights if ".mlp.experts." in name})
-    for place in places:
-        parts = {part: [weights[f"{place}{e}.{part}_proj.weight"] for e in range(8)] for part in ("gate", "up", "down")}
-        pairs = zip(parts["gate"], parts["up"], strict=True)
-        fused[f"{place}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
-        fused[f"{place}down_proj"] = torch.stack(parts["down"])
+    fused = with_fused_experts(weights)
     other = tmp_path / "fused"
     other.mkdir()
     (other / "config.json").write_text((folder / "config.json").read_text())
@@ -168,6 +185,17 @@ def test_a_disk_without_room_is_refused_before_hours_of_work(folder, tmp_path, m
 def test_a_scratch_folder_that_does_not_exist_is_named(folder, tmp_path):
     with pytest.raises(ConfigError, match="--scratch .*nowhere does not exist"):
         main_of("check_roundtrip")([str(folder), "--scratch", str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "holds a JSON list, expected an object")])
+def test_a_source_with_a_broken_configuration_is_named(folder, tmp_path, text, message):
+    hf_to_megatron(folder, tmp_path / "checkpoint")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=f"source/config.json {message}"):
+        main_of("megatron_to_hf")(
+            [str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--source", str(tmp_path / "source")]
+        )
 
 
 def test_a_source_without_the_checkpoints_mtp_layer_is_refused(folder, tmp_path):

@@ -21,7 +21,7 @@ from megatron_sao.train.setup import build_trainer
 from megatron_sao.transport.hf_shapes import read_shapes
 from megatron_sao.transport.plan import name_faults
 from tests.support.families import YARN, make_family_folder
-from tests.support.folders import make_folder, read_weights, write_weights
+from tests.support.folders import make_folder, read_weights, with_fused_experts, write_weights
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.trajectories import random_trajectories
 
@@ -180,8 +180,11 @@ def faults_of_a_push(folder):
     return name_faults(plan.expected, held, plan.excluded), name_faults(plan.expected, held)
 
 
-def test_engines_expect_what_a_push_delivers(tmp_path):
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_engines_expect_what_a_push_delivers(tmp_path, is_fused):
     folder = make_family_folder("glm4_moe", tmp_path / "source", mtp=True, mtp_copies=True, seed=5, vocab_size=VOCAB)
+    if is_fused:
+        write_weights(folder, with_fused_experts(read_weights(folder)))
     ((faults, without_exclusion),) = run_ranks(1, faults_of_a_push, folder)
     assert faults == []
     assert "model.layers.4.eh_proj.weight is in the model folder but no rank sends it" in without_exclusion

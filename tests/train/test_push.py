@@ -152,6 +152,7 @@ def play_with_a_broken_weight(answers):
     world.broken_weight = "trainer rank 1: model.norm.weight holds a number that is not finite"
     with pytest.raises(TrainingError, match="the weights of policy_version 1 are not pushed: trainer rank 1: model"):
         pusher.push(1)
+    assert not world.num_prepared
     return world.events
 
 

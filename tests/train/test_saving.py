@@ -13,7 +13,7 @@ import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importabl
 from megatron_sao import checkpoints
 from megatron_sao.checkpoints import ChecksummedFile
 from megatron_sao.errors import CheckpointError
-from megatron_sao.models.checkpoint import CheckpointWriter
+from megatron_sao.models.checkpoint import CheckpointWriter, StoredWeights
 from megatron_sao.models.conversion import megatron_to_hf
 from megatron_sao.models.hf_folder import HFFolder
 from megatron_sao.train.export import export_policy
@@ -201,6 +201,7 @@ def test_both_models_of_a_checkpoint_become_hf_folders(tmp_path):
     run, export = tmp_path / "checkpoints", tmp_path / "export"
     head, _ = run_ranks(2, saved_and_exported, folder, run, export, timeout_s=120)
     whole = checkpoints.newest(run)
+    assert [StoredWeights(whole / part).common["vocab_size"] for part in ("policy", "value")] == [128, 128]
     megatron_to_hf(whole / "policy", tmp_path / "policy")
     megatron_to_hf(whole / "value", tmp_path / "value")
     expected, policy, value = (HFFolder(path) for path in (export, tmp_path / "policy", tmp_path / "value"))

@@ -1,5 +1,8 @@
 """Pushes through files: the same agreements and proofs as over the network. Forked processes, no engine."""
 
+import resource
+import signal
+
 import msgspec
 import pytest
 import torch
@@ -132,3 +135,27 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_read(tmp_pa
     (tmp_path / "file").write_text("")
     first, _, engine = run_ranks(3, push_into_a_folder_that_is_a_file, free_port(), tmp_path / "file")
     assert "cannot write" in first and "(push.folder)" in first and "trainer rank 0 refused" in engine
+
+
+def push_onto_a_full_disk(port, folder):
+    rank, group = join(port, 3)
+    if rank == 2:
+        receiver = make_receiver(group, through(folder))
+        return refusal(receiver.receive, 1, load=lambda tensors: None)
+    sender = make_sender(group, through(folder))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+    fault = sender.prepare(view_of(the_weights(1)), 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    left = [path.name for path in folder.rglob("rank-00000*")]
+    refusal(sender.send, view_of(the_weights(1)), 1)
+    return fault, left
+
+
+def test_nothing_stays_of_a_push_that_did_not_fit_on_the_disk(tmp_path):
+    first, second, engine = run_ranks(3, push_onto_a_full_disk, free_port(), tmp_path)
+    assert "cannot write" in first[0] and "File too large" in first[0] and first[1] == []
+    assert second[0] is None and "trainer rank 0 refused" in engine
+    assert not list(tmp_path.rglob("*"))

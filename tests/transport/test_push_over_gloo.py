@@ -135,7 +135,7 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused(kind, message):
     assert "trainer rank 0 refused" in second and "trainer rank 0 refused" in engine
 
 
-def load_fails_in_the_middle(port):
+def load_fails_in_the_middle(port, where):
     rank, group = join(port, 4)
     if rank < NUM_TRAINERS:
         sender = WeightSender(group, the_plan())
@@ -145,18 +145,28 @@ def load_fails_in_the_middle(port):
     receiver = WeightReceiver(group, the_plan())
 
     def load(tensors):
-        if rank == 3 and any(name == "layers.1.b" for name, _ in tensors):
+        if rank == 3 and where == "load" and any(name == "layers.1.b" for name, _ in tensors):
             raise RuntimeError("no room for layers.1.b")
 
+    def add(assembler, item, piece):
+        if item.name == "layers.1.b":
+            raise MemoryError
+        return whole_add(assembler, item, piece)
+
+    whole_add = TensorAssembler.add
+    if rank == 3 and where == "assembly":
+        TensorAssembler.add = add
     message = refusal(receiver.receive, 1, load=load)
+    TensorAssembler.add = whole_add
     receiver.receive(1, load=lambda tensors: None)
     return message
 
 
-def test_an_engine_that_fails_while_loading_is_heard_by_all_and_the_next_push_works():
-    messages = run_ranks(4, load_fails_in_the_middle, free_port())
+@pytest.mark.parametrize(("where", "said"), [("load", "no room for layers.1.b"), ("assembly", "MemoryError()")])
+def test_an_engine_that_fails_while_loading_is_heard_by_all_and_the_next_push_works(where, said):
+    messages = run_ranks(4, load_fails_in_the_middle, free_port(), where)
     assert all("engine worker 1 refused" in message for message in messages[:3])
-    assert "no room for layers.1.b" in messages[3]
+    assert said in messages[3]
 
 
 def verify_fails(port):
