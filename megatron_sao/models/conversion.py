@@ -53,6 +53,7 @@ from megatron_sao.models.new_folder import check_space, new_folder, refuse_exist
 from megatron_sao.models.value_head import ValueHead
 from megatron_sao.models.weights import (
     VALUE_HEAD,
+    check_tied_head,
     describe,
     is_copy,
     left_out_names,
@@ -254,14 +255,8 @@ def _copies(folder: HFFolder, shape: ModelShape, names: list[str]) -> dict[str, 
 
     Raises: CheckpointError for a tied output layer that is no copy.
     """
-    copies = {name: original_of(name, shape) for name in names if is_copy(folder, shape, name)}
-    if "lm_head.weight" in names and "lm_head.weight" not in copies:
-        raise CheckpointError(
-            f"{folder.path} holds another lm_head.weight than model.embed_tokens.weight, but its config.json says"
-            " tie_word_embeddings = true: transformers computes with both then, Megatron and vLLM with the embedding"
-            " alone. Set it to false, or remove lm_head.weight"
-        )
-    return copies
+    check_tied_head(folder, shape)
+    return {name: original_of(name, shape) for name in names if is_copy(folder, shape, name)}
 
 
 def write_hf_part(

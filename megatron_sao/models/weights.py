@@ -166,6 +166,8 @@ def load_weights(
     tensors = model_tensors(chunks)
     described = describe(chunks)
     kept = [t.name for t in described if _is_value_head(t, chunks)]
+    if not kept:
+        check_tied_head(folder, shape)
     body = [t for t in described if not _is_value_head(t, chunks)]
     with torch.no_grad():
         for piece in local_slices(body, shape, tensor_ranks(world)):
@@ -248,6 +250,16 @@ def is_copy(folder: HFFolder, shape: ModelShape, name: str) -> bool:
         return False
     # Numbers will not do: 0 equals -0, and NaN not itself.
     return torch.equal(*(folder.read_whole(one).flatten().view(torch.uint8) for one in (name, original)))
+
+
+def check_tied_head(folder: HFFolder, shape: ModelShape) -> None:
+    """A tied model's folder has no output layer, or the embedding once more. Raises: CheckpointError."""
+    if shape.is_tied and folder.has("lm_head.weight") and not is_copy(folder, shape, "lm_head.weight"):
+        raise CheckpointError(
+            f"{folder.path} holds another lm_head.weight than model.embed_tokens.weight, but its config.json says"
+            " tie_word_embeddings = true: transformers computes with both then, Megatron and vLLM with the embedding"
+            " alone. Set it to false, or remove lm_head.weight"
+        )
 
 
 def _in_layer(name: str) -> tuple[int, str]:

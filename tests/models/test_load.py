@@ -192,6 +192,8 @@ def test_heads_beside_an_embedding(variant):
     results = load(("policy", tied), ("policy", untied))
     assert EMBEDDING in names_equal_to_folder(results[:1], tied)
     assert "lm_head.weight" not in names_equal_to_folder(results[:1], tied)
+    (refusal,) = load(("policy", variant("tied", add={EMBEDDING: rows, "lm_head.weight": -rows})))
+    assert "holds another lm_head.weight than" in refusal and "tie_word_embeddings = true" in refusal
     assert {EMBEDDING, "lm_head.weight"} <= names_equal_to_folder(results[1:], untied)
 
 
