@@ -50,7 +50,7 @@ class Manifest:
 
     step: int  # the last one that was trained
     policy_version: int
-    pass_rate: float | None  # the newest one on held-out prompts; None = never evaluated
+    pass_rate: float | None  # of exactly this policy, on held-out prompts; None = it was not evaluated
     config_hash: str
     seconds: float  # that it took to write
     files: Mapping[str, StoredFile]  # by path in the folder, all but the manifest
