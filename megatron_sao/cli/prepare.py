@@ -10,7 +10,7 @@ is a new run with `model.path`: it counts from 0, with fresh optimizers and ever
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_sao.checkpoints import newest
+from megatron_sao.checkpoints import newest, put_back_replaced
 from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model, check_not_running
@@ -45,10 +45,10 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
     Raises: ConfigError, DataError, CheckpointError. Effect: makes the folder, or continues it.
     """
     folder = Path(config.run.folder) / config.run.name
+    check_not_running(folder)  # first: it writes checkpoints, and a port of its own would be found in use
     checkpoint = _checkpoint_to_resume(folder, options)
     for change in changes_since(checkpoint, config) if checkpoint else ():
         say(f"changed since {checkpoint.name}: {change}")
-    check_not_running(folder)  # first: a port of its own would be found in use
     check_before_start(config)
     model_folder = _model_folder(config)
     check_model(config, model_folder)
@@ -63,11 +63,15 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
 
 
 def _checkpoint_to_resume(folder: Path, options: Options) -> Path | None:
-    """Raises: ConfigError when a run shall be resumed that has saved nothing."""
+    """Raises: ConfigError when a run shall be resumed that has saved nothing.
+
+    Effect: a checkpoint that the run was about to replace when it was killed has its name again.
+    """
     if {RESUME, RESUME_OR_START} <= options.switches:
         raise ConfigError(f"--{RESUME} and --{RESUME_OR_START} are given; choose one")
     if not {RESUME, RESUME_OR_START} & options.switches:
         return None
+    put_back_replaced(folder / CHECKPOINTS_FOLDER)
     checkpoint = newest(folder / CHECKPOINTS_FOLDER)
     if checkpoint is None and RESUME in options.switches:
         what = "holds no finished checkpoint" if folder.exists() else "does not exist"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from megatron_sao.checkpoints import CONFIG_FILE, MANIFEST_FILE
+from megatron_sao.checkpoints import CONFIG_FILE, MANIFEST_FILE, Manifest, checksum, write_manifest
 from megatron_sao.cli import files, preflight
 from megatron_sao.cli.options import parse_options
 from megatron_sao.cli.prepare import SWITCHES, prepare
@@ -69,6 +69,17 @@ def test_a_resumed_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(at
     assert (folder / files.LEDGER_FILE).read_text() == "book"
     assert not (folder / files.STOP_FILE).exists()
     assert "step-000040" in said[-1]
+
+
+@pytest.mark.parametrize("switch", ["--resume", "--resume-or-start"])
+def test_a_run_killed_while_it_replaced_its_only_checkpoint_goes_on_from_it(attempt, switch):
+    folder, _ = attempt()
+    whole = add_checkpoint(folder, 20)
+    write_manifest(whole, Manifest(20, 20, None, "", 0.0, {CONFIG_FILE: checksum(whole / CONFIG_FILE)}))
+    whole.rename(whole.with_name("step-000020.old"))
+    add_checkpoint(folder, 20, "step-000020.partial")
+    attempt(switch)
+    assert read_start(folder).resume == whole and whole.is_dir()
 
 
 @pytest.mark.parametrize("switches", [(), ("--resume",)])
