@@ -18,6 +18,8 @@ _FIXED = {
     "warm_start.": "both models in the checkpoint began with it",
     "task.": "which prompts were trained is counted in its order",
     "run.seed": "which prompts were trained is counted in its order",
+    # top_p and top_k have one value each; [engine] may change: what it makes of the logits, the log-probs contain.
+    "sampling.temperature": "finished trajectories wait in the checkpoint, with log-probs at the temperature they had",
     "sampling.rollouts_per_prompt": "the rollouts of each prompt are counted",
     "algo.baseline": "the checkpoint holds the state of that baseline",
     "policy.mtp_loss_weight": "the checkpoint holds MTP layers and their optimizer state, or it does not",

@@ -53,6 +53,8 @@ def _place(key):
         (["warm_start.layers=2"], []),
         ([], ["task.environment=other"]),
         ([], ["run.seed=2"]),
+        ([], ["sampling.temperature=0.5"]),
+        (["sampling.temperature=0.5"], ["sampling.temperature=0.7"]),
         ([], ["value.groups.attention.trained=true"]),
         ([], ["value.loss=hl_gauss"]),
         (["value.loss=hl_gauss"], ["value.loss=hl_gauss", "value.hl_gauss_bins=7"]),
