@@ -14,7 +14,7 @@ from megatron_sao.checkpoints import newest, put_back_replaced
 from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model, check_not_running
-from megatron_sao.cli.run_folder import RunStart, clear_attempt, make_run_folder, write_start
+from megatron_sao.cli.run_folder import RunStart, clear_attempt, make_run_folder, read_start, write_start
 from megatron_sao.config import Config, changes_since, describe, to_toml
 from megatron_sao.errors import ConfigError
 from megatron_sao.observe.progress import Progress
@@ -50,7 +50,7 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
     for change in changes_since(checkpoint, config) if checkpoint else ():
         say(f"changed since {checkpoint.name}: {change}")
     check_before_start(config)
-    model_folder = _model_folder(config)
+    model_folder = (_model_of(folder) if checkpoint else None) or _model_folder(config)
     check_model(config, model_folder)
     if checkpoint:
         clear_attempt(folder)
@@ -80,6 +80,15 @@ def _checkpoint_to_resume(folder: Path, options: Options) -> Path | None:
             " new one is started"
         )
     return checkpoint
+
+
+def _model_of(folder: Path) -> Path | None:
+    """What the run in `folder` began with; None = that is gone, or an attempt to go on was cut short and took the word."""
+    try:
+        model = read_start(folder).model
+    except ConfigError:
+        return None
+    return model if model.is_dir() else None
 
 
 def _model_folder(config: Config) -> Path:

@@ -13,9 +13,11 @@ from megatron_sao.errors import ConfigError
 
 # Key, or all keys below "section." -> why it stays. The first that fits counts.
 _FIXED = {
+    "model.path": "both models began with that folder; if it has moved, leave a link to it where it was",
     "model.": "both models in the checkpoint are of that kind",
     "warm_start.cache_folder": "",
     "warm_start.": "both models in the checkpoint began with it",
+    "task.prompts_file": "which prompts were trained is counted in it; if it has moved, leave a link to it where it was",
     "task.": "which prompts were trained is counted in its order",
     "run.seed": "which prompts were trained is counted in its order",
     # top_p and top_k have one value each; [engine] may change: what it makes of the logits, the log-probs contain.
@@ -30,7 +32,11 @@ _FIXED = {
     "value.groups.": "it says which tensors have optimizer state",
 }
 # Of a fixed key, what of its value has to stay.
-_ASPECTS: dict[str, Callable[[Any], Any]] = {"policy.mtp_loss_weight": bool}
+_ASPECTS: dict[str, Callable[[Any], Any]] = {
+    "policy.mtp_loss_weight": bool,
+    "model.path": lambda path: path and Path(path).resolve(),
+    "task.prompts_file": lambda path: path and Path(path).resolve(),
+}
 
 
 @dataclass(frozen=True)

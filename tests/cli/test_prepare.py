@@ -1,6 +1,7 @@
 """What is made ready before the processes of a run start, and how a run is resumed."""
 
 import json
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -21,9 +22,10 @@ from megatron_sao.errors import ConfigError
 def attempt(tmp_path, tiny_folder):
     """Prepares the run tmp_path/runs/mine of a tiny model with these switches; -> (run folder, what it said)."""
 
-    def prepare_with(*switches: str) -> tuple[Path, list[str]]:
-        argv = ["--run.folder", str(tmp_path / "runs"), "--run.name", "mine", "--model.path", str(tiny_folder)]
-        argv += ["--warm_start.enabled", "false", *switches]
+    def prepare_with(*switches: str, model: Path | None = tiny_folder) -> tuple[Path, list[str]]:
+        argv = ["--run.folder", str(tmp_path / "runs"), "--run.name", "mine", *switches]
+        if model:  # else it is the demonstration's
+            argv += ["--model.path", str(model), "--warm_start.enabled", "false"]
         options = parse_options(argv, about="", switches=SWITCHES)
         said = []
         return prepare(options.load_config(), options, said.append), said
@@ -126,6 +128,28 @@ def test_what_has_changed_is_said_and_what_must_not_is_refused(attempt):
     assert any("run.steps" in line and "500" in line for line in said)
     with pytest.raises(ConfigError, match="run.seed"):
         attempt("--resume", "--run.seed", "9")
+
+
+def test_a_resumed_run_keeps_its_model_however_it_is_written(attempt, tmp_path, tiny_folder):
+    folder, _ = attempt()
+    add_checkpoint(folder, 20)
+    (tmp_path / "link").symlink_to(tiny_folder)
+    attempt("--resume", model=tmp_path / "link")
+    assert read_start(folder).model == tiny_folder
+
+
+def test_a_resumed_run_makes_its_demonstration_model_again_only_where_it_is_gone(
+    attempt, tmp_path, tiny_folder, monkeypatch
+):
+    made = [shutil.copytree(tiny_folder, tmp_path / name) for name in ("first", "second")]
+    monkeypatch.setattr("megatron_sao.train.warm_start.prepare_demonstration_model", lambda *_: made.pop(0))
+    folder, _ = attempt(model=None)
+    add_checkpoint(folder, 20)
+    attempt("--resume", model=None)
+    assert read_start(folder).model == tmp_path / "first"
+    shutil.rmtree(tmp_path / "first")
+    attempt("--resume", model=None)
+    assert read_start(folder).model == tmp_path / "second"
 
 
 def test_both_ways_of_resuming_at_once_are_refused(attempt):

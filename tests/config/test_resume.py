@@ -86,6 +86,18 @@ def test_the_weight_of_a_trained_mtp_loss_may_change(changes):
     assert change.key == "policy.mtp_loss_weight"
 
 
+@pytest.mark.parametrize("key", ["model.path", "task.prompts_file"])
+def test_a_path_may_be_written_in_another_way_but_lead_nowhere_else(changes, tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given").mkdir()
+    (tmp_path / "link").symlink_to("given")
+    others = ["warm_start.enabled=false"] if key == "model.path" else []
+    for other in (tmp_path / "given", "./given/", "link"):
+        assert [change.key for change in changes([f"{key}=given", *others], [f"{key}={other}", *others])] == [key]
+    with pytest.raises(ConfigError, match=f"{key} = 'elsewhere', saved with 'given'.* leave a link to it where it was"):
+        changes([f"{key}=given", *others], [f"{key}=elsewhere", *others])
+
+
 def test_every_rule_names_keys_that_exist():
     paths = [key.path for key in leaf_keys()]
     for fixed in _FIXED:
