@@ -7,6 +7,7 @@ model they start from and which checkpoint they go on from. Resuming is another 
 is a new run with `model.path`: it counts from 0, with fresh optimizers and every prompt still to come.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
     checkpoint = _checkpoint_to_resume(folder, options)
     for change in changes_since(checkpoint, config) if checkpoint else ():
         say(f"changed since {checkpoint.name}: {change}")
+    if checkpoint is None:
+        _check_nothing_needed_is_moved(config, folder)
     check_before_start(config)
     model_folder = (_model_of(folder) if checkpoint else None) or _model_folder(config)
     check_model(config, model_folder)
@@ -80,6 +83,27 @@ def _checkpoint_to_resume(folder: Path, options: Options) -> Path | None:
             " new one is started"
         )
     return checkpoint
+
+
+def _check_nothing_needed_is_moved(config: Config, folder: Path) -> None:
+    """A new run does not read what it moves aside with an earlier run of its name. Raises: ConfigError."""
+    needed = {"model.path": config.model.path, "task.prompts_file": config.task.prompts_file}
+    if not config.model.path:
+        needed["warm_start.cache_folder"] = config.warm_start.cache_folder
+    faults = [
+        f"{key} = {path!r} lies in {folder}, where this run will be: what stands there is moved aside before it begins;"
+        " give the run another run.name, or copy this elsewhere"
+        for key, path in needed.items()
+        if path and _lies_in(Path(path), folder)
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """As the two are written, or where links lead."""
+    tops = (Path(os.path.abspath(folder)), folder.resolve())
+    return any(place.is_relative_to(top) for place in (Path(os.path.abspath(path)), path.resolve()) for top in tops)
 
 
 def _model_of(folder: Path) -> Path | None:

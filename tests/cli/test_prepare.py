@@ -58,6 +58,22 @@ def test_a_second_new_run_moves_the_first_aside_with_its_checkpoints(attempt):
     assert "moved to mine.1" in said[0]
 
 
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_a_new_run_reads_nothing_that_it_would_move_aside(attempt, tmp_path, tiny_folder, through_a_link):
+    folder, _ = attempt()
+    export = shutil.copytree(tiny_folder, folder / "export")
+    if through_a_link:
+        export = tmp_path / "link"
+        export.symlink_to(folder / "export")
+    prompts = ("--task.prompts_file", str(folder / "prompts.jsonl"))
+    with pytest.raises(ConfigError, match="give the run another run.name, or copy this elsewhere") as caught:
+        attempt(*prompts, model=export)
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["model.path", "task.prompts_file"]
+    with pytest.raises(ConfigError, match="^warm_start.cache_folder = "):
+        attempt("--warm_start.cache_folder", str(folder / "cache"), model=None)
+    assert (folder / "export").is_dir() and not folder.with_name("mine.1").exists()
+
+
 @pytest.mark.parametrize("switch", ["--resume", "--resume-or-start"])
 def test_a_resumed_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(attempt, switch):
     folder, _ = attempt()
