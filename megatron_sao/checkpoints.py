@@ -259,7 +259,7 @@ def _sync(path: Path) -> None:
 
 
 def config_hash(toml: str) -> str:
-    """Identifies a resolved configuration."""
+    """Identifies a resolved configuration. The line of a step in a run's metrics has it too."""
     return hashlib.sha256(toml.encode()).hexdigest()
 
 
