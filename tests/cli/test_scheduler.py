@@ -159,6 +159,13 @@ def test_a_run_leaves_its_files(run_folder, model, capfd):
     assert "train 3/3" in capfd.readouterr().out
 
 
+def test_a_trainer_that_does_not_come_is_waited_for_as_long_as_is_configured(run_folder, model):
+    with running_engine() as engine:
+        with pytest.raises(ProtocolError, match=r"no trainer said Hello within 1 s \(parallel.start_timeout_s\)"):
+            main(arguments(run_folder, model, engine.url, "--parallel.start_timeout_s=1"))
+    assert summary_of(run_folder)["outcome"].startswith("no trainer said Hello")
+
+
 def test_an_engine_that_dies_in_the_middle(run_folder, model):
     def act(channel):
         hello(channel)
