@@ -7,8 +7,8 @@
 Starts from the newest checkpoint before the step (or from the model folder, as the run did), trains again on the
 trajectories that were written down (run.trajectories_every must not have left one out), and compares every metric that
 the trainer computes. The settings are those that the step had, also where the run has gone on with others since: the
-run folder or a checkpoint holds them, or the step is refused. One process takes the whole model, whatever the layout of the run was; under torchrun the layout
-is that of the run, or what KEY=VALUE say (parallel.tp=2). Prints a table and
+run folder or a checkpoint holds them, or the step is refused. One process takes the whole model, whatever the layout of
+the run was; under torchrun the layout is that of the run, or what KEY=VALUE say (parallel.tp=2). Prints a table and
 
     REPLAY step=44 phase=train from=step-000040 metrics=31 max_rel_diff=0.0e+00
 
@@ -118,9 +118,9 @@ def _settings(run_folder: Path, recorded: Mapping[str, Any]) -> Path:
         if path.is_file() and checkpoints.config_hash(path.read_text(encoding="utf-8")) == wanted:
             return path
     raise DataError(
-        f"step {step} was trained with settings that are no longer there ({CONFIG_HASH} {wanted[:12]}): the run has gone"
-        f" on with others, and neither {run_folder / CONFIG_FILE} nor a checkpoint holds them; checkpoint.keep_every"
-        " keeps more of those"
+        f"step {step} was trained with settings that are no longer there ({CONFIG_HASH} {wanted[:12]}): the run has"
+        f" gone on with others, and neither {run_folder / CONFIG_FILE} nor a checkpoint holds them;"
+        " checkpoint.keep_every keeps more of those"
     )
 
 
@@ -154,8 +154,8 @@ def _plan(run_folder: Path, config: Config, step: int, recorded: Mapping[int, Ma
     if others:
         raise DataError(
             f"step {step} can only be reached from {checkpoint.name if checkpoint else 'the model folder'}, but step"
-            f" {others[-1]} on the way was trained with other settings than step {step} ({CONFIG_HASH}): the run went on"
-            " with others in between; checkpoint.keep_every keeps more checkpoints to begin with"
+            f" {others[-1]} on the way was trained with other settings than step {step} ({CONFIG_HASH}): the run went"
+            " on with others in between; checkpoint.keep_every keeps more checkpoints to begin with"
         )
     return Plan(checkpoint, files, recorded[step]["phase"], recorded[step])
 

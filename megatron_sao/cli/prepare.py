@@ -107,7 +107,7 @@ def _lies_in(path: Path, folder: Path) -> bool:
 
 
 def _model_of(folder: Path) -> Path | None:
-    """What the run in `folder` began with; None = that is gone, or an attempt to go on was cut short and took the word."""
+    """What the run in `folder` began with; None = it is gone, or an attempt to go on ended before it said so again."""
     try:
         model = read_start(folder).model
     except ConfigError:

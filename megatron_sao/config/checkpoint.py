@@ -12,7 +12,7 @@ class Checkpoint(Section):
     keep_last: int = Field(2, ge=1, description="newest checkpoints that are kept")
     keep_every: int = Field(0, ge=0, description="also keep those whose step is a multiple of this; 0 = none")
     keep_best: int = Field(
-        0, ge=0, description="also save after each evaluation of run.eval_every, and keep so many with the best pass rate"
+        0, ge=0, description="also save after each evaluation (run.eval_every) and keep so many of the best pass rate"
     )
     in_background: bool = Field(
         False, description="training goes on while files are written; takes a copy of all state in host memory"

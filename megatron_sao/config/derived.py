@@ -33,7 +33,7 @@ def checkpoint_bytes(cfg: Config, num_parameters: int) -> int:
 
 
 def num_kept_checkpoints(cfg: Config) -> int:
-    """That the rules of [checkpoint] let stay by the end of a run, at most; it saves more often only where it is stopped."""
+    """That the rules of [checkpoint] let stay by the end of a run, at most; what a stop saves is not counted."""
     rules, warmup = cfg.checkpoint, cfg.value.warmup_steps if cfg.algo.baseline == "value" else 0
 
     def is_saved(step: int) -> bool:

@@ -17,7 +17,7 @@ _FIXED = {
     "model.": "both models in the checkpoint are of that kind",
     "warm_start.cache_folder": "",
     "warm_start.": "both models in the checkpoint began with it",
-    "task.prompts_file": "which prompts were trained is counted in it; if it has moved, leave a link to it where it was",
+    "task.prompts_file": "trained prompts are counted in its order; if it has moved, leave a link to it where it was",
     "task.": "which prompts were trained is counted in its order",
     "run.seed": "which prompts were trained is counted in its order",
     # top_p and top_k have one value each; [engine] may change: what it makes of the logits, the log-probs contain.
