@@ -2,7 +2,8 @@
 
     checkpoints/step-000040/           whole
     checkpoints/step-000060.partial/   being written, or left by a run that was killed
-    checkpoints/step-000060.old/       on its way out, or left by a run that was killed
+    checkpoints/step-000060.old/       about to be replaced by the .partial of its name, or replaced
+    checkpoints/step-000020.gone/      superseded and on its way out; these two may be left by a killed run as well
     checkpoints/step-000040/checkpoint.json
 
 Invariants: a folder gets its name by one rename, after everything in it is on disk and the manifest, which names every
@@ -32,7 +33,7 @@ RNG_FOLDER = "rng"  # one file a rank
 SCHEDULER_FOLDER = "scheduler"
 
 _NAME = re.compile(r"step-(\d{6,})")
-_PARTIAL, _OLD = ".partial", ".old"
+_PARTIAL, _OLD, _GONE = ".partial", ".old", ".gone"
 _READ_BYTES = 16 * 2**20
 
 
@@ -50,7 +51,7 @@ class Manifest:
 
     step: int  # the last one that was trained
     policy_version: int
-    pass_rate: float | None  # the newest one on held-out prompts; None = never evaluated
+    pass_rate: float | None  # of exactly this policy, on held-out prompts; None = it was not evaluated
     config_hash: str
     seconds: float  # that it took to write
     files: Mapping[str, StoredFile]  # by path in the folder, all but the manifest
@@ -147,12 +148,42 @@ def newest(folder: Path) -> Path | None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Effect: removes what killed runs left half-written or half-removed, as far as it can be; -> what it was."""
-    ends = (_PARTIAL, _OLD)
-    left = [path for path in _entries(folder) if path.suffix in ends and step_of(path.with_suffix("")) is not None]
+    """Effect: removes what killed runs left half-written or half-removed, as far as it can be; -> what it was.
+
+    What such a run was about to replace, and had not yet, gets its name back first.
+    """
+    put_back_replaced(folder)
+    left = _leftovers(folder, _PARTIAL, _OLD, _GONE)
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     return left
+
+
+def put_back_replaced(folder: Path) -> list[Path]:
+    """Effect: a checkpoint that a run was about to replace when it was killed has its name again; -> which.
+
+    To be called before `newest` is asked where a run shall go on, and only while nobody writes into `folder`.
+    """
+    found = []
+    for old in _leftovers(folder, _OLD):
+        final = old.with_suffix("")
+        if not final.exists() and _is_whole(old):  # the removal of it begins after the new one has the name
+            found.append(old.rename(final))
+    if found:
+        _sync(folder)
+    return found
+
+
+def _leftovers(folder: Path, *ends: str) -> list[Path]:
+    return [path for path in _entries(folder) if path.suffix in ends and step_of(path.with_suffix("")) is not None]
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        check_sizes(folder, read_manifest(folder))
+    except CheckpointError:
+        return False
+    return True
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -168,7 +199,7 @@ def give_name(partial: Path) -> Path:
     """Effect: a folder from `begin`, complete with its manifest, gets its name; an older one of that name goes."""
     _sync_folders(partial)
     final = partial.with_suffix("")
-    old = _set_aside(final) if final.exists() else None
+    old = final.rename(final.with_name(final.name + _OLD)) if final.exists() else None
     partial.rename(final)
     _sync(final.parent)
     if old:
@@ -193,7 +224,8 @@ def remove_superseded(folder: Path, keep: Keep, newest_step: int) -> list[Path]:
         kept |= {step for _, step in sorted(rated)[-keep.best :]}
     gone = [path for step, path in steps.items() if step not in kept]
     for path in gone:
-        shutil.rmtree(_set_aside(path), ignore_errors=True)
+        # Under its own name, a half-removed folder would be taken for a whole one; as .old it could be put back.
+        shutil.rmtree(path.rename(path.with_name(path.name + _GONE)), ignore_errors=True)
     return gone
 
 
@@ -207,11 +239,6 @@ def _pass_rate(checkpoint: Path) -> float | None:
 
 def _entries(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-
-
-def _set_aside(path: Path) -> Path:
-    """Before it is removed: a half-removed folder must not carry the name of a whole one. -> its name then."""
-    return path.rename(path.with_name(path.name + _OLD))
 
 
 def _sync_folders(top: Path) -> None:
@@ -232,7 +259,7 @@ def _sync(path: Path) -> None:
 
 
 def config_hash(toml: str) -> str:
-    """Identifies a resolved configuration."""
+    """Identifies a resolved configuration. The line of a step in a run's metrics has it too."""
     return hashlib.sha256(toml.encode()).hexdigest()
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -93,13 +94,60 @@ def test_a_checkpoint_that_is_replaced_goes_after_the_new_one_has_its_name(tmp_p
     assert seen == [0.2], "killed while the old one is removed, the run has the new one"
 
 
+class Killed(BaseException):
+    """At once, as by SIGKILL."""
+
+
+@pytest.mark.parametrize("num_renames, num_later", [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)])
+def test_a_run_killed_while_a_checkpoint_is_replaced_has_one_of_both(tmp_path, monkeypatch, num_renames, num_later):
+    """Killed after so many renames of the save, and while leftovers are removed after so many effects of that."""
+    write(tmp_path, 40, pass_rate=0.1)
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    def killed_after(number, doing):
+        calls = iter(range(number))
+
+        def call(*arguments, **options):
+            if next(calls, None) is None:
+                raise Killed
+            return doing(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "rename", killed_after(num_renames, rename))
+        patch.setattr(shutil, "rmtree", killed_after(0, rmtree))
+        write(tmp_path, 40, pass_rate=0.2)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        counted = killed_after(num_later, lambda doing, *a, **o: doing(*a, **o))
+        patch.setattr(Path, "rename", lambda *a: counted(rename, *a))
+        patch.setattr(shutil, "rmtree", lambda *a, **o: counted(rmtree, *a, **o))
+        checkpoints.remove_leftovers(tmp_path)
+        raise Killed
+    checkpoints.remove_leftovers(tmp_path)
+    assert names(tmp_path.iterdir()) == ["step-000040"]
+    manifest = checkpoints.read_manifest(tmp_path / "step-000040")
+    assert manifest.pass_rate == (0.2 if num_renames == 2 else 0.1)
+    checkpoints.check_contents(tmp_path / "step-000040", manifest)
+
+
+def test_what_was_superseded_or_is_half_removed_is_not_put_back(tmp_path):
+    write(tmp_path, 40)
+    write(tmp_path, 60).rename(tmp_path / "step-000060.gone")
+    half = write(tmp_path, 80).rename(tmp_path / "step-000080.old")
+    (half / "policy" / "part").unlink()
+    assert checkpoints.put_back_replaced(tmp_path) == []
+    checkpoints.remove_leftovers(tmp_path)
+    assert names(tmp_path.iterdir()) == ["step-000040"]
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_yet_is_no_fault_of_the_save(tmp_path, monkeypatch):
     for step in (20, 40):
         write(tmp_path, step)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOTEMPTY, "read on NFS")))
         assert kept(tmp_path, 40) == [40]
-    assert names(sorted(tmp_path.iterdir())) == ["step-000020.old", "step-000040"]
+    assert names(sorted(tmp_path.iterdir())) == ["step-000020.gone", "step-000040"]
     write(tmp_path, 60)
     assert names(sorted(tmp_path.iterdir())) == ["step-000040", "step-000060"]
 

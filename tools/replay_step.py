@@ -6,8 +6,9 @@
 
 Starts from the newest checkpoint before the step (or from the model folder, as the run did), trains again on the
 trajectories that were written down (run.trajectories_every must not have left one out), and compares every metric that
-the trainer computes. One process takes the whole model, whatever the layout of the run was; under torchrun the layout
-is that of the run, or what KEY=VALUE say (parallel.tp=2). Prints a table and
+the trainer computes. The settings are those that the step had, also where the run has gone on with others since: the
+run folder or a checkpoint holds them, or the step is refused. One process takes the whole model, whatever the layout of
+the run was; under torchrun the layout is that of the run, or what KEY=VALUE say (parallel.tp=2). Prints a table and
 
     REPLAY step=44 phase=train from=step-000040 metrics=31 max_rel_diff=0.0e+00
 
@@ -29,7 +30,7 @@ from megatron_sao.cli.options import hush_libraries, run_command
 from megatron_sao.cli.run_folder import read_start
 from megatron_sao.config import Config, load_config
 from megatron_sao.errors import DataError
-from megatron_sao.observe.metrics import METRICS_FILE, read_metrics
+from megatron_sao.observe.metrics import CONFIG_HASH, METRICS_FILE, read_metrics
 from megatron_sao.observe.trajectories import read_trajectories, trajectories_path
 from megatron_sao.records import TRAIN, WARMUP
 
@@ -63,11 +64,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="say what would be read, train nothing, and exit")
     options = parser.parse_args(argv)
     run_folder, step = options.run_folder, options.step
-    config = _config(run_folder, options.overrides)
-    plan = _plan(run_folder, config, step)
+    recorded = _recorded(run_folder, step)
+    settings = _settings(run_folder, recorded[step])
+    config = _config(settings, options.overrides)
+    plan = _plan(run_folder, config, step, recorded)
     start = plan.checkpoint.name if plan.checkpoint else "the model folder"
     if options.dry_run:
-        print(f"dry run, nothing trained. Step {step} ({plan.phase}) would be reached from {start} by training on:")
+        print(
+            f"dry run, nothing trained. Step {step} ({plan.phase}) would be reached from {start}, with the settings in"
+            f" {settings}, by training on:"
+        )
         print("\n".join(f"  {path}" for path in plan.files.values()))
         return 0
     found = _replay(config, options.model or read_start(run_folder).model, plan, step)
@@ -86,17 +92,8 @@ def main(argv: Sequence[str]) -> int:
     return int(any(difference > options.tolerance for difference in differences.values()))
 
 
-def _config(run_folder: Path, overrides: Sequence[str]) -> Config:
-    """The run's; its layout too where as many ranks as it had were started, else that of one process."""
-    path = run_folder / CONFIG_FILE
-    given = ANYWHERE | dict(override.partition("=")[::2] for override in overrides)
-    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if num_ranks == 1 != load_config(path).parallel.world_size:
-        given = ALONE | given
-    return load_config(path, [f"{key}={value}" for key, value in given.items()])
-
-
-def _plan(run_folder: Path, config: Config, step: int) -> Plan:
+def _recorded(run_folder: Path, step: int) -> dict[int, Mapping[str, Any]]:
+    """The metrics of each step; there are some of `step`."""
     recorded = {
         record["step"]: record  # of a step that was done again after a resume, the last line counts
         for record in read_metrics(run_folder / METRICS_FILE)
@@ -105,6 +102,38 @@ def _plan(run_folder: Path, config: Config, step: int) -> Plan:
     if step not in recorded:
         last = max(recorded, default=0)
         raise DataError(f"{run_folder / METRICS_FILE} has no line of step {step}; its last step is {last}")
+    return recorded
+
+
+def _settings(run_folder: Path, recorded: Mapping[str, Any]) -> Path:
+    """The file of the configuration that a step was trained with: the newest, or that of a checkpoint."""
+    wanted, step = recorded.get(CONFIG_HASH), recorded["step"]
+    if wanted is None:
+        raise DataError(
+            f"{run_folder / METRICS_FILE} does not say with which settings step {step} was trained ({CONFIG_HASH}), as"
+            " runs of earlier versions: replay it with the version that trained it"
+        )
+    places = [run_folder, *reversed(checkpoints.finished(run_folder / CHECKPOINTS_FOLDER))]
+    for path in (place / CONFIG_FILE for place in places):
+        if path.is_file() and checkpoints.config_hash(path.read_text(encoding="utf-8")) == wanted:
+            return path
+    raise DataError(
+        f"step {step} was trained with settings that are no longer there ({CONFIG_HASH} {wanted[:12]}): the run has"
+        f" gone on with others, and neither {run_folder / CONFIG_FILE} nor a checkpoint holds them;"
+        " checkpoint.keep_every keeps more of those"
+    )
+
+
+def _config(path: Path, overrides: Sequence[str]) -> Config:
+    """The run's; its layout too where as many ranks as it had were started, else that of one process."""
+    given = ANYWHERE | dict(override.partition("=")[::2] for override in overrides)
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if num_ranks == 1 != load_config(path).parallel.world_size:
+        given = ALONE | given
+    return load_config(path, [f"{key}={value}" for key, value in given.items()])
+
+
+def _plan(run_folder: Path, config: Config, step: int, recorded: Mapping[int, Mapping[str, Any]]) -> Plan:
     before = [path for path in checkpoints.finished(run_folder / CHECKPOINTS_FOLDER) if _step(path) < step]
     checkpoint = before[-1] if before else None
     if checkpoint is None and config.value.pretrain_trajectories:
@@ -120,6 +149,13 @@ def _plan(run_folder: Path, config: Config, step: int) -> Plan:
         raise DataError(
             f"step {step} needs the trajectories of steps {first} to {step}, but {what}; run.trajectories_every ="
             f" {config.run.trajectories_every}, and with 1 every step can be replayed"
+        )
+    others = [n for n in files if recorded[n].get(CONFIG_HASH) != recorded[step][CONFIG_HASH]]
+    if others:
+        raise DataError(
+            f"step {step} can only be reached from {checkpoint.name if checkpoint else 'the model folder'}, but step"
+            f" {others[-1]} on the way was trained with other settings than step {step} ({CONFIG_HASH}): the run went"
+            " on with others in between; checkpoint.keep_every keeps more checkpoints to begin with"
         )
     return Plan(checkpoint, files, recorded[step]["phase"], recorded[step])
 

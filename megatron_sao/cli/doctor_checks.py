@@ -30,7 +30,14 @@ import megatron_sao
 from megatron_sao.cli.network import interface_of, own_address
 from megatron_sao.cli.preflight import check_ports, check_run_folder
 from megatron_sao.cli.tables import GIB
-from megatron_sao.config import Config, check_device, check_is_built, checkpoint_bytes, max_in_flight
+from megatron_sao.config import (
+    Config,
+    check_device,
+    check_is_built,
+    checkpoint_bytes,
+    max_in_flight,
+    num_kept_checkpoints,
+)
 from megatron_sao.convert.expected import expected_tensors
 from megatron_sao.errors import CheckpointError, ConfigError
 from megatron_sao.models.new_folder import free_bytes
@@ -358,11 +365,11 @@ def disk(host: Host) -> list[Finding]:
         check_run_folder(folder)
     except ConfigError as error:
         return [Finding("run folder", FAULT, str(error))]
-    free, keep = free_bytes(folder), host.config.checkpoint
+    free = free_bytes(folder)
     text, verdict = f"{free / GIB:,.0f} GiB free in run.folder = {folder}", OK
     if host.num_parameters:
         one = checkpoint_bytes(host.config, host.num_parameters)
-        count = keep.keep_last + keep.keep_best + 1  # one more while it is written
+        count = num_kept_checkpoints(host.config) + 1  # one more while it is written
         text += f"; [checkpoint] keeps {count - 1} and writes one: {count} x up to {one / GIB:,.0f} GiB"
         verdict = FAULT if free < one else NOTE if free < count * one else OK
     elif free < LARGE_GIB * GIB:

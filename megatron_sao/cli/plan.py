@@ -15,7 +15,15 @@ from megatron_sao.cli.options import DRY_RUN, Options, hush_libraries, parse_opt
 from megatron_sao.cli.plan_placement import print_placement, say_colocated, say_engines
 from megatron_sao.cli.plan_push import print_push
 from megatron_sao.cli.tables import GIB, MIB, Report, gib
-from megatron_sao.config import Config, check_is_built, check_model_fits, checkpoint_bytes, describe, load_config
+from megatron_sao.config import (
+    Config,
+    check_is_built,
+    check_model_fits,
+    checkpoint_bytes,
+    describe,
+    load_config,
+    num_kept_checkpoints,
+)
 from megatron_sao.convert.family import check_stage_starts, read_shape
 from megatron_sao.errors import ConfigError
 from megatron_sao.rollout.engine_memory import WorkerMemory, worker_memory
@@ -243,11 +251,11 @@ class _PlanReport:
         self._say(f"offload needs up to {gib(host)} GiB of host memory on a node of {gpus} GPUs")
 
     def _say_checkpoint(self) -> None:
-        keep, one = self._config.checkpoint, checkpoint_bytes(self._config, self._plan.elements["policy"])
-        count = keep.keep_last + keep.keep_best + 1
+        one = checkpoint_bytes(self._config, self._plan.elements["policy"])
+        count = num_kept_checkpoints(self._config) + 1
         self._say(
-            f"a checkpoint takes up to {gib(one)} GiB; run.folder needs room for {count} (keep_last, keep_best and the"
-            f" one that is being written): {gib(count * one)} GiB"
+            f"a checkpoint takes up to {gib(one)} GiB; run.folder needs room for {count} (keep_last, keep_every,"
+            f" keep_best and the one that is being written): {gib(count * one)} GiB"
         )
 
     def _say_balance(self) -> None:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_sao.checkpoints import newest
+from megatron_sao.checkpoints import newest, put_back_replaced
 from megatron_sao.cli.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from megatron_sao.cli.options import DRY_RUN, Options, parse_options, run_command
 from megatron_sao.cli.preflight import check_before_start, check_model, check_not_running
@@ -50,12 +50,14 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
     Raises: ConfigError, DataError, CheckpointError. Effect: makes the folder, or continues it.
     """
     folder = Path(config.run.folder) / config.run.name
+    check_not_running(folder)  # first: it writes checkpoints, and a port of its own would be found in use
     checkpoint = _checkpoint_to_resume(folder, options)
     for change in changes_since(checkpoint, config) if checkpoint else ():
         say(f"changed since {checkpoint.name}: {change}")
-    check_not_running(folder)  # first: a port of its own would be found in use
+    if checkpoint is None:
+        _check_nothing_needed_is_moved(config, folder)
     check_before_start(config)
-    model_folder = _model_folder(config)
+    model_folder = (_model_of(folder) if checkpoint else None) or _model_folder(config)
     check_model(config, model_folder)
     if checkpoint:
         clear_attempt(folder)
@@ -68,12 +70,16 @@ def prepare(config: Config, options: Options, say: Callable[[str], None]) -> Pat
 
 
 def _checkpoint_to_resume(folder: Path, options: Options) -> Path | None:
-    """Raises: ConfigError when a run shall be resumed that has saved nothing."""
+    """Raises: ConfigError when a run shall be resumed that has saved nothing.
+
+    Effect: a checkpoint that the run was about to replace when it was killed has its name again.
+    """
     chosen = [switch for switch in (RESUME, RESUME_OR_START, REQUEUED) if switch in options.switches]
     if len(chosen) > 1:
         raise ConfigError(f"--{chosen[0]} and --{chosen[1]} are given; choose one")
     if not chosen or chosen == [REQUEUED] and not _is_of_this_job(folder):
         return None
+    put_back_replaced(folder / CHECKPOINTS_FOLDER)
     checkpoint = newest(folder / CHECKPOINTS_FOLDER)
     if checkpoint is None and RESUME in options.switches:
         what = "holds no finished checkpoint" if folder.exists() else "does not exist"
@@ -92,6 +98,36 @@ def _is_of_this_job(folder: Path) -> bool:
         return read_start(folder).job == os.environ[JOB]
     except ConfigError:
         return False
+
+
+def _check_nothing_needed_is_moved(config: Config, folder: Path) -> None:
+    """A new run does not read what it moves aside with an earlier run of its name. Raises: ConfigError."""
+    needed = {"model.path": config.model.path, "task.prompts_file": config.task.prompts_file}
+    if not config.model.path:
+        needed["warm_start.cache_folder"] = config.warm_start.cache_folder
+    faults = [
+        f"{key} = {path!r} lies in {folder}, where this run will be: what stands there is moved aside before it begins;"
+        " give the run another run.name, or copy this elsewhere"
+        for key, path in needed.items()
+        if path and _lies_in(Path(path), folder)
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """As the two are written, or where links lead."""
+    tops = (Path(os.path.abspath(folder)), folder.resolve())
+    return any(place.is_relative_to(top) for place in (Path(os.path.abspath(path)), path.resolve()) for top in tops)
+
+
+def _model_of(folder: Path) -> Path | None:
+    """What the run in `folder` began with; None = it is gone, or an attempt to go on ended before it said so again."""
+    try:
+        model = read_start(folder).model
+    except ConfigError:
+        return None
+    return model if model.is_dir() else None
 
 
 def _model_folder(config: Config) -> Path:

@@ -34,10 +34,9 @@ class RunStart:
 
 
 def write_start(folder: Path, start: RunStart) -> None:
-    """Effect: `run.json` says it."""
+    """Effect: `run.json` says it, and never less: what is killed here must still know which job the run is of."""
     resume = str(start.resume.absolute()) if start.resume else None
-    content = {"model": str(start.model.absolute()), "resume": resume, "job": start.job}
-    (folder / RUN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _replace(folder / RUN_FILE, {"model": str(start.model.absolute()), "resume": resume, "job": start.job})
 
 
 def read_start(folder: Path) -> RunStart:
@@ -102,10 +101,10 @@ def announced_scheduler(folder: Path) -> Announced | None:
         return None
 
 
-def _replace(path: Path, content: dict[str, str | bool]) -> None:
+def _replace(path: Path, content: dict[str, str | bool | None]) -> None:
     """Effect: whoever reads `path` finds what it held before or this, never a part."""
     temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
@@ -120,8 +119,9 @@ def make_run_folder(path: Path) -> Path | None:
 
 
 def clear_attempt(folder: Path) -> None:
-    """Effect: the attempt before has left nothing behind that the next one could take for its own."""
-    for name in (RUN_FILE, ADDRESS_FILE, HEARTBEAT_FILE, STOP_FILE, SUMMARY_FILE, RESULT_FILE):
+    """Effect: the attempt before has left nothing behind that the next one could take for its own, but for `run.json`,
+    which is to be written anew."""
+    for name in (ADDRESS_FILE, HEARTBEAT_FILE, STOP_FILE, SUMMARY_FILE, RESULT_FILE):
         (folder / name).unlink(missing_ok=True)
     for file in (folder / ENGINES_FOLDER).glob("*"):
         file.unlink()

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_sao.config import Config, derived_numbers
-from megatron_sao.observe.metrics import METRICS_FILE, MetricsSink, read_metrics
+from megatron_sao.checkpoints import config_hash
+from megatron_sao.config import Config, derived_numbers, to_toml
+from megatron_sao.observe.metrics import CONFIG_HASH, METRICS_FILE, MetricsSink, read_metrics
 from megatron_sao.observe.progress import Progress
 from megatron_sao.observe.report import write_report
 from megatron_sao.observe.trajectories import remove_trajectories_after, trajectories_path, write_trajectories
@@ -29,6 +30,7 @@ class RunObserver:
             go_on_from: what `position` gave, for a run that is resumed. Effect: what was written later is cut off.
         """
         self._config = config
+        self._config_hash = config_hash(to_toml(config))
         self._run_folder = run_folder
         self._sink = MetricsSink(run_folder, go_on_from["metrics"] if go_on_from else None)
         self._last_files: dict[str, int] = dict(go_on_from["trajectories"]) if go_on_from else {}  # step by phase
@@ -50,7 +52,7 @@ class RunObserver:
             self._progress.update(f"{phase}: episodes", num_ready, num_needed)
 
     def stepped(self, report: StepReport, metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
-        self._sink.log(report.step, report.phase, metrics)
+        self._sink.log(report.step, report.phase, metrics | {CONFIG_HASH: self._config_hash})
         every = self._config.run.trajectories_every
         if trajectories and every and report.step % every == 0:
             self._write_trajectories(trajectories, report.phase, report.step)

@@ -51,7 +51,6 @@ log = logging.getLogger(__name__)
 STOP_POLL_S = 0.5
 # Where SLURM signals every process of a step, this one hears it at once and again from the guard above it.
 SAME_SIGNAL_S = 2.0
-TRAINER_START_S = 900.0  # from the start of the scheduler to Hello, beside the time that reading a checkpoint may take
 EVAL_SEED = 0  # held-out prompts are the same for every run.seed, so that runs can be compared
 
 _ABOUT = "Serve one trainer: prompts, rollouts on running engines, freshness, and the moment of each weight push."
@@ -279,7 +278,7 @@ def _prompts(config: Config, environment: Environment, tasks: list[Task] | None)
 
 def _settings(config: Config, *, is_resumed: bool) -> ScheduleSettings:
     return ScheduleSettings(
-        trainer_start_timeout_s=TRAINER_START_S + (config.checkpoint.timeout_s if is_resumed else 0.0),
+        trainer_start_timeout_s=config.parallel.start_timeout_s + (config.checkpoint.timeout_s if is_resumed else 0.0),
         batch_trajectories=config.schedule.batch_trajectories,
         max_staleness=config.schedule.max_staleness,
         max_in_flight=derived_numbers(config)["max_in_flight"],

@@ -9,7 +9,13 @@ from megatron_sao.config.check import (
     check_world_size,
 )
 from megatron_sao.config.config import Config
-from megatron_sao.config.derived import checkpoint_bytes, derived_numbers, describe, max_in_flight
+from megatron_sao.config.derived import (
+    checkpoint_bytes,
+    derived_numbers,
+    describe,
+    max_in_flight,
+    num_kept_checkpoints,
+)
 from megatron_sao.config.keys import help_on_keys
 from megatron_sao.config.load import load_config
 from megatron_sao.config.model_fit import check_model_fits
@@ -33,5 +39,6 @@ __all__ = [
     "help_on_keys",
     "load_config",
     "max_in_flight",
+    "num_kept_checkpoints",
     "to_toml",
 ]

@@ -7,6 +7,7 @@ model_fit.py.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from math import lcm
 from typing import Any, Literal
 
 from megatron_sao.config.algo import Algo
@@ -352,6 +353,17 @@ def _the_best_can_be_told(checkpoint: Checkpoint, run: Run) -> Iterator[str]:
         )
 
 
+def _multiples_are_saved(checkpoint: Checkpoint) -> Iterator[str]:
+    every, keep = checkpoint.every_steps, checkpoint.keep_every
+    if every and keep and keep % every and every % keep:
+        below = keep - keep % every
+        use = f"{below} or {below + every}" if below else f"{every}"
+        yield (
+            f"checkpoint.keep_every = {keep} does not fit checkpoint.every_steps = {every}: of what is saved then, it"
+            f" would keep only multiples of {lcm(keep, every)}; use {use}, or change every_steps"
+        )
+
+
 _CHECKS: list[Callable[..., Iterator[str]]] = [
     _one_source_of_weights,
     _demonstration_model_fits,
@@ -370,4 +382,5 @@ _CHECKS: list[Callable[..., Iterator[str]]] = [
     _trainer_fills_its_nodes,
     _engines_fill_their_nodes,
     _the_best_can_be_told,
+    _multiples_are_saved,
 ]

@@ -32,6 +32,19 @@ def checkpoint_bytes(cfg: Config, num_parameters: int) -> int:
     return 2 * num_parameters * ((4 if cfg.model.dtype == "float32" else 2) + 3 * 4)
 
 
+def num_kept_checkpoints(cfg: Config) -> int:
+    """That the rules of [checkpoint] let stay by the end of a run, at most; what a stop saves is not counted."""
+    rules, warmup = cfg.checkpoint, cfg.value.warmup_steps if cfg.algo.baseline == "value" else 0
+
+    def is_saved(step: int) -> bool:
+        every, eval_every = rules.every_steps, cfg.run.eval_every if rules.keep_best else 0
+        is_evaluated = eval_every > 0 and step > warmup and (step - warmup) % eval_every == 0
+        return is_evaluated or (every > 0 and step % every == 0)
+
+    multiples = range(rules.keep_every, warmup + cfg.run.steps + 1, rules.keep_every) if rules.keep_every else ()
+    return rules.keep_last + rules.keep_best + sum(map(is_saved, multiples))
+
+
 def num_pretrain_holdout(value: Value) -> int:
     """Trajectories of the value pretraining that are kept to measure on: at least 1 where there is a pretraining."""
     return max(1, round(value.pretrain_trajectories * value.pretrain_holdout)) if value.pretrain_trajectories else 0

@@ -43,6 +43,12 @@ class Parallel(Section):
     join_timeout_s: float = Field(
         900.0, ge=1, description="time the hosts of the trainer have to find each other, and its ranks to begin"
     )
+    start_timeout_s: float = Field(
+        900.0,
+        gt=0,
+        description="time the trainer has to load the model and greet the scheduler, once the engines answer; reading a"
+        " checkpoint may take checkpoint.timeout_s more",
+    )
     interface: str = Field(
         "", description="network interface of gloo and NCCL on each trainer host; empty = the one that reaches host 0"
     )

@@ -13,11 +13,15 @@ from megatron_sao.errors import ConfigError
 
 # Key, or all keys below "section." -> why it stays. The first that fits counts.
 _FIXED = {
+    "model.path": "both models began with that folder; if it has moved, leave a link to it where it was",
     "model.": "both models in the checkpoint are of that kind",
     "warm_start.cache_folder": "",
     "warm_start.": "both models in the checkpoint began with it",
+    "task.prompts_file": "trained prompts are counted in its order; if it has moved, leave a link to it where it was",
     "task.": "which prompts were trained is counted in its order",
     "run.seed": "which prompts were trained is counted in its order",
+    # top_p and top_k have one value each; [engine] may change: what it makes of the logits, the log-probs contain.
+    "sampling.temperature": "finished trajectories wait in the checkpoint, with log-probs at the temperature they had",
     "sampling.rollouts_per_prompt": "the rollouts of each prompt are counted",
     "algo.baseline": "the checkpoint holds the state of that baseline",
     "policy.mtp_loss_weight": "the checkpoint holds MTP layers and their optimizer state, or it does not",
@@ -28,7 +32,11 @@ _FIXED = {
     "value.groups.": "it says which tensors have optimizer state",
 }
 # Of a fixed key, what of its value has to stay.
-_ASPECTS: dict[str, Callable[[Any], Any]] = {"policy.mtp_loss_weight": bool}
+_ASPECTS: dict[str, Callable[[Any], Any]] = {
+    "policy.mtp_loss_weight": bool,
+    "model.path": lambda path: path and Path(path).resolve(),
+    "task.prompts_file": lambda path: path and Path(path).resolve(),
+}
 
 
 @dataclass(frozen=True)

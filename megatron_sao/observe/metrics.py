@@ -22,6 +22,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from megatron_sao.records import TRAIN
 
 METRICS_FILE = "metrics.jsonl"
+CONFIG_HASH = "config_hash"  # in the line of a step: which settings it had; as in the manifest of a checkpoint
 TENSORBOARD_FOLDER = "tensorboard"
 
 

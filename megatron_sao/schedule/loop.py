@@ -241,7 +241,8 @@ class Scheduler:
         try:
             message = await asyncio.wait_for(self._stop.unless(self._channel.receive), timeout_s)
         except TimeoutError as error:
-            raise ProtocolError(f"no trainer said Hello within {timeout_s:.0f} s") from error
+            said = f"no trainer said Hello within {timeout_s:.0f} s (parallel.start_timeout_s); see its log"
+            raise ProtocolError(said) from error
         if not isinstance(message, StopWanted):
             return message
         try:

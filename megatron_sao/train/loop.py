@@ -83,6 +83,8 @@ def train(
         _evaluate(link, progress, "before")
     if progress.wants_evaluation:  # the run was stopped before it could be done
         _evaluate(link, progress, f"step-{progress.step}")
+        if checkpoints.is_due(progress):
+            save_metrics = checkpoints.save(progress)
     if progress.wants_pretraining:
         pretrain_value(trainer, link, progress.outcome)
         progress.has_pretrained = True
@@ -131,7 +133,7 @@ def train(
         save_metrics = checkpoints.save(progress) if checkpoints.is_due(progress) else checkpoints.settle()
 
     pass_rate_after = _evaluate(link, progress, "after")
-    if config.checkpoint.every_steps:
+    if config.checkpoint.every_steps or checkpoints.is_due(progress):
         checkpoints.save(progress)  # a finished run can be prolonged
         checkpoints.finish()
     return pass_rate_after

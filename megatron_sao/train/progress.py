@@ -18,7 +18,7 @@ class Progress:
     policy_version: int = 0  # pushes so far: of the weights that the engines hold
     has_pretrained: bool = False  # the value pretraining is done
     pass_rate_before: float | None = None  # on held-out prompts, before the first step; None = not evaluated yet
-    pass_rate: float | None = None  # the newest one
+    pass_rate: float | None = None  # the newest one, which may be of an earlier policy than there is now
     evaluated_step: int = 0  # after which that was
 
     @classmethod
@@ -59,6 +59,11 @@ class Progress:
     def wants_evaluation(self) -> bool:
         """The last step is one after which held-out prompts are played, and they were not yet."""
         return self.phases.evaluation_is_due and self.evaluated_step < self.step
+
+    @property
+    def pass_rate_now(self) -> float | None:
+        """Of the policy as the last step left it; None = that one was not evaluated."""
+        return self.pass_rate if self.evaluated_step == self.step else None
 
     def add_evaluation(self, pass_rate: float) -> None:
         """Take in a pass rate on held-out prompts."""

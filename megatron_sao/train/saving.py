@@ -65,7 +65,7 @@ class Checkpoints:
         self._trainer, self._link, self._folder = trainer, link, folder.resolve()
         self._config = trainer.config.checkpoint
         self._agreement = Agreement(self._config.timeout_s)
-        self._saved: tuple[int, bool] | None = None  # `_state` of what is on disk already, or on its way
+        self._saved: tuple[int, bool, bool] | None = None  # `_state` of what is on disk already, or on its way
         self._pending: _Save | None = None
         self._agreement.first(str(folder), lambda: bool(checkpoints.remove_leftovers(self._folder)))
 
@@ -78,13 +78,14 @@ class Checkpoints:
         path = path.resolve()
         progress = restore(self._trainer, path, self._agreement)
         if path.parent == self._folder:
-            self._saved = _state(progress)
+            self._saved = self._state(progress)
         return progress
 
     def is_due(self, progress: Progress) -> bool:
-        """After every checkpoint.every_steps steps, warm-up included."""
+        """After every checkpoint.every_steps steps, warm-up included; with keep_best also after each evaluation."""
         every = self._config.every_steps
-        return every > 0 and progress.step > 0 and progress.step % every == 0
+        is_periodic = every > 0 and progress.step % every == 0
+        return progress.step > 0 and (is_periodic or self._needs_rate(progress))
 
     def save(self, progress: Progress) -> Metrics:
         """Write the checkpoint of the last finished step, unless that is done; then remove superseded ones.
@@ -95,11 +96,11 @@ class Checkpoints:
         Collective: every rank of the world, between two steps.
         """
         metrics = self.finish()
-        if self._saved == _state(progress):
+        if self._saved == self._state(progress):
             return metrics
         started = time.monotonic()
         self._pending = save = _Save(self._trainer, self._agreement, self._begin(progress), progress, started)
-        self._saved = _state(progress)
+        self._saved = self._state(progress)
         scheduler_folder = str(save.folder / SCHEDULER_FOLDER)
         self._link.request(SaveState(step=progress.step, folder=scheduler_folder), Ack)
         try:
@@ -143,6 +144,14 @@ class Checkpoints:
             "save/bytes": float(num_bytes),
         }
 
+    def _state(self, progress: Progress) -> tuple[int, bool, bool]:
+        """Whatever both models learn shows in it, and whether a checkpoint can be the best."""
+        return progress.step, progress.has_pretrained, self._needs_rate(progress)
+
+    def _needs_rate(self, progress: Progress) -> bool:
+        """The best are kept, and this policy was evaluated: one that was saved before that is saved again."""
+        return self._config.keep_best > 0 and progress.pass_rate_now is not None
+
     def _begin(self, progress: Progress) -> Path:
         def begin() -> str:
             _ = self._besides  # reads from the model folder, once
@@ -166,11 +175,6 @@ class Checkpoints:
         copies, carried = besides_policy(self._trainer)
         shape = self._trainer.shape
         return _Besides(copies, carried, [name for name in carried if not mtp_part(name, shape)])
-
-
-def _state(progress: Progress) -> tuple[int, bool]:
-    """Whatever both models learn shows in it."""
-    return progress.step, progress.has_pretrained
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ class _Save:
         self._manifest = Manifest(
             step=progress.step,
             policy_version=progress.policy_version,
-            pass_rate=progress.pass_rate,
+            pass_rate=progress.pass_rate_now,
             config_hash=checkpoints.config_hash(self._config),
             seconds=0.0,
             files={},

@@ -235,6 +235,13 @@ def test_a_run_folder_that_cannot_be_used_and_a_port_in_use_are_faults(tmp_path,
     assert verdict == FAULT and "parallel.interface = 'nothing0' does not exist" in said
 
 
+def test_the_disk_is_asked_for_every_checkpoint_that_stays(tmp_path, monkeypatch):
+    model = CLONE / "configs" / "shapes" / "qwen3_30b_a3b"
+    given = [f"run.folder={tmp_path}", f"model.path={model}", "warm_start.enabled=false", "run.steps=200"]
+    here = host(0, *given, "value.warmup_steps=0", "checkpoint.keep_every=20", monkeypatch=monkeypatch)
+    assert "[checkpoint] keeps 12 and writes one: 13 x up to" in verdicts(doctor_checks.disk(here))["run folder"][1]
+
+
 def test_limits_of_the_machine(monkeypatch):
     monkeypatch.setattr(doctor_checks.resource, "getrlimit", lambda _: (300, 300))
     verdict, said = verdicts(doctor_checks.machine(host(0, monkeypatch=monkeypatch)))["open files"]

@@ -1,6 +1,7 @@
 """What is made ready before the processes of a run start, and how a run is resumed."""
 
 import json
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from megatron_sao.checkpoints import CONFIG_FILE, MANIFEST_FILE
+from megatron_sao.checkpoints import CONFIG_FILE, MANIFEST_FILE, Manifest, checksum, write_manifest
 from megatron_sao.cli import files, heartbeat, preflight
 from megatron_sao.cli.options import parse_options
 from megatron_sao.cli.prepare import SWITCHES, prepare
@@ -21,9 +22,10 @@ from megatron_sao.errors import ConfigError
 def attempt(tmp_path, tiny_folder):
     """Prepares the run tmp_path/runs/mine of a tiny model with these switches; -> (run folder, what it said)."""
 
-    def prepare_with(*switches: str) -> tuple[Path, list[str]]:
-        argv = ["--run.folder", str(tmp_path / "runs"), "--run.name", "mine", "--model.path", str(tiny_folder)]
-        argv += ["--warm_start.enabled", "false", *switches]
+    def prepare_with(*switches: str, model: Path | None = tiny_folder) -> tuple[Path, list[str]]:
+        argv = ["--run.folder", str(tmp_path / "runs"), "--run.name", "mine", *switches]
+        if model:  # else it is the demonstration's
+            argv += ["--model.path", str(model), "--warm_start.enabled", "false"]
         options = parse_options(argv, about="", switches=SWITCHES)
         said = []
         return prepare(options.load_config(), options, said.append), said
@@ -56,6 +58,22 @@ def test_a_second_new_run_moves_the_first_aside_with_its_checkpoints(attempt):
     assert "moved to mine.1" in said[0]
 
 
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_a_new_run_reads_nothing_that_it_would_move_aside(attempt, tmp_path, tiny_folder, through_a_link):
+    folder, _ = attempt()
+    export = shutil.copytree(tiny_folder, folder / "export")
+    if through_a_link:
+        export = tmp_path / "link"
+        export.symlink_to(folder / "export")
+    prompts = ("--task.prompts_file", str(folder / "prompts.jsonl"))
+    with pytest.raises(ConfigError, match="give the run another run.name, or copy this elsewhere") as caught:
+        attempt(*prompts, model=export)
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["model.path", "task.prompts_file"]
+    with pytest.raises(ConfigError, match="^warm_start.cache_folder = "):
+        attempt("--warm_start.cache_folder", str(folder / "cache"), model=None)
+    assert (folder / "export").is_dir() and not folder.with_name("mine.1").exists()
+
+
 @pytest.mark.parametrize("switch", ["--resume", "--resume-or-start"])
 def test_a_resumed_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(attempt, switch):
     folder, _ = attempt()
@@ -69,6 +87,17 @@ def test_a_resumed_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(at
     assert (folder / files.LEDGER_FILE).read_text() == "book"
     assert not (folder / files.STOP_FILE).exists()
     assert "step-000040" in said[-1]
+
+
+@pytest.mark.parametrize("switch", ["--resume", "--resume-or-start"])
+def test_a_run_killed_while_it_replaced_its_only_checkpoint_goes_on_from_it(attempt, switch):
+    folder, _ = attempt()
+    whole = add_checkpoint(folder, 20)
+    write_manifest(whole, Manifest(20, 20, None, "", 0.0, {CONFIG_FILE: checksum(whole / CONFIG_FILE)}))
+    whole.rename(whole.with_name("step-000020.old"))
+    add_checkpoint(folder, 20, "step-000020.partial")
+    attempt(switch)
+    assert read_start(folder).resume == whole and whole.is_dir()
 
 
 @pytest.mark.parametrize("switches", [(), ("--resume",)])
@@ -153,6 +182,28 @@ def test_what_has_changed_is_said_and_what_must_not_is_refused(attempt):
     assert any("run.steps" in line and "500" in line for line in said)
     with pytest.raises(ConfigError, match="run.seed"):
         attempt("--resume", "--run.seed", "9")
+
+
+def test_a_resumed_run_keeps_its_model_however_it_is_written(attempt, tmp_path, tiny_folder):
+    folder, _ = attempt()
+    add_checkpoint(folder, 20)
+    (tmp_path / "link").symlink_to(tiny_folder)
+    attempt("--resume", model=tmp_path / "link")
+    assert read_start(folder).model == tiny_folder
+
+
+def test_a_resumed_run_makes_its_demonstration_model_again_only_where_it_is_gone(
+    attempt, tmp_path, tiny_folder, monkeypatch
+):
+    made = [shutil.copytree(tiny_folder, tmp_path / name) for name in ("first", "second")]
+    monkeypatch.setattr("megatron_sao.train.warm_start.prepare_demonstration_model", lambda *_: made.pop(0))
+    folder, _ = attempt(model=None)
+    add_checkpoint(folder, 20)
+    attempt("--resume", model=None)
+    assert read_start(folder).model == tmp_path / "first"
+    shutil.rmtree(tmp_path / "first")
+    attempt("--resume", model=None)
+    assert read_start(folder).model == tmp_path / "second"
 
 
 def test_both_ways_of_resuming_at_once_are_refused(attempt):

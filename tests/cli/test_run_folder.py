@@ -1,5 +1,8 @@
 """A run folder between the attempts of its run."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from megatron_sao.cli import files
@@ -32,8 +35,18 @@ def test_a_folder_that_nobody_prepared_says_what_would(tmp_path, content):
         read_start(tmp_path)
 
 
+def test_what_an_attempt_starts_from_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    """A job that is killed while it prepares is queued again, and must still find that the run is its own."""
+    before = RunStart(tmp_path / "model", None, job="4711")
+    write_start(tmp_path, before)
+    monkeypatch.setattr(Path, "replace", lambda path, target: None)
+    write_start(tmp_path, replace(before, resume=tmp_path / "checkpoints" / "step-000020"))
+    clear_attempt(tmp_path)
+    assert read_start(tmp_path) == before
+
+
 def test_the_next_attempt_takes_nothing_of_the_one_before_for_its_own(tmp_path):
-    for name in (files.RUN_FILE, files.ADDRESS_FILE, files.STOP_FILE, files.SUMMARY_FILE, files.RESULT_FILE):
+    for name in (files.ADDRESS_FILE, files.HEARTBEAT_FILE, files.STOP_FILE, files.SUMMARY_FILE, files.RESULT_FILE):
         (tmp_path / name).write_text("old")
     (tmp_path / files.LEDGER_FILE).write_text("book")
     (tmp_path / files.ENGINES_FOLDER).mkdir()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_sao.checkpoints import SCHEDULER_FOLDER, Manifest, checksums, write_manifest
+from megatron_sao.checkpoints import SCHEDULER_FOLDER, Manifest, checksums, config_hash, write_manifest
 from megatron_sao.cli import arrivals
 from megatron_sao.cli.run_folder import (
     RunStart,
@@ -23,6 +23,7 @@ from megatron_sao.cli.run_folder import (
     write_start,
 )
 from megatron_sao.cli.scheduler import main
+from megatron_sao.config import load_config, to_toml
 from megatron_sao.errors import CheckpointError, ConfigError, DataError, EngineError, ProtocolError
 from megatron_sao.observe.metrics import read_metrics
 from megatron_sao.observe.trajectories import read_trajectories
@@ -146,6 +147,8 @@ def test_a_run_leaves_its_files(run_folder, model, capfd):
         ("eval", 0), ("value_pretrain", 1), ("train", 0), ("train", 1), ("train", 2)
     ]
     assert [line["schedule/policy_version"] for line in lines if line["phase"] == "train"] == [0, 1, 2]
+    settings = config_hash(to_toml(load_config(None, [setting.removeprefix("--") for setting in SETTINGS])))
+    assert {line["config_hash"] for line in lines if line["phase"] != "eval"} == {settings}
     files = {path.name: len(read_trajectories(path)) for path in (run_folder / "trajectories").iterdir()}
     assert files == {"eval-before-000000.parquet": 5, "value_pretrain-000001.parquet": 9,
                      **{f"train-{step:06d}.parquet": 4 for step in range(3)}}
@@ -154,6 +157,13 @@ def test_a_run_leaves_its_files(run_folder, model, capfd):
     assert (run_folder / "report.png").stat().st_size > 10_000
     assert any((run_folder / "tensorboard").iterdir())
     assert "train 3/3" in capfd.readouterr().out
+
+
+def test_a_trainer_that_does_not_come_is_waited_for_as_long_as_is_configured(run_folder, model):
+    with running_engine() as engine:
+        with pytest.raises(ProtocolError, match=r"no trainer said Hello within 1 s \(parallel.start_timeout_s\)"):
+            main(arguments(run_folder, model, engine.url, "--parallel.start_timeout_s=1"))
+    assert summary_of(run_folder)["outcome"].startswith("no trainer said Hello")
 
 
 def test_an_engine_that_dies_in_the_middle(run_folder, model):

@@ -293,6 +293,12 @@ def test_each_domain_has_its_own_bounds():
             ["value.groups.norms.lr_multiplier=2"],
             "value.groups.norms.lr_multiplier = 2.0 has no effect: the group is frozen",
         ),
+        (
+            ["checkpoint.keep_every=50"],
+            "checkpoint.keep_every = 50 does not fit checkpoint.every_steps = 20: of what is saved then, it would keep"
+            " only multiples of 100; use 40 or 60, or change every_steps",
+        ),
+        (["checkpoint.keep_every=15"], "only multiples of 60; use 20, or"),
         (["checkpoint.keep_best=2"], "but run.eval_every = 0 evaluates none while training"),
         (["value.hl_gauss_min=1.5"], "value.hl_gauss_min = 1.5 is not below value.hl_gauss_max = 1.5"),
         (["value.loss=hl_gauss", "value.value_clip=0.2"], "value.value_clip = 0.2 has no effect"),
@@ -315,6 +321,9 @@ def test_sections_that_do_not_fit_each_other_are_refused(overrides, expected):
         ["schedule.max_in_flight=640"],
         ["sampling.max_trajectory_tokens=256"],
         ["schedule.max_staleness=0", "run.steps=0", "value.warmup_steps=0"],
+        ["checkpoint.keep_every=60"],
+        ["checkpoint.keep_every=1"],  # all that are saved
+        ["checkpoint.keep_every=50", "checkpoint.every_steps=0"],
     ],
 )
 def test_the_last_value_that_fits_is_accepted(overrides):

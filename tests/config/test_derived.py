@@ -2,7 +2,7 @@
 
 import tomllib
 
-from megatron_sao.config import derived_numbers, describe, load_config, max_in_flight
+from megatron_sao.config import derived_numbers, describe, load_config, max_in_flight, num_kept_checkpoints
 
 
 def test_derived_numbers_worked_by_hand():
@@ -50,6 +50,20 @@ def test_episodes_in_flight_are_bounded_by_slots_by_freshness_and_by_wish():
     assert max_in_flight(load_config(None, ["engine.count=20"])) == 640
     assert max_in_flight(load_config(None, ["schedule.max_staleness=0", "engine.count=20"])) == 128
     assert max_in_flight(load_config(None, ["schedule.max_in_flight=3"])) == 3
+
+
+def kept(*overrides):
+    return num_kept_checkpoints(load_config(None, ["run.steps=200", "value.warmup_steps=10", *overrides]))
+
+
+def test_the_checkpoints_that_stay_worked_by_hand():
+    assert kept() == 2
+    assert kept("checkpoint.keep_every=100") == 2 + 2  # of 210 steps: 100, 200
+    assert kept("checkpoint.keep_every=1") == 2 + 10  # all that are saved: 20, 40, ... 200
+    best = ["checkpoint.keep_best=1", "run.eval_every=20", "checkpoint.keep_last=1"]
+    assert kept(*best) == 1 + 1
+    assert kept(*best, "checkpoint.keep_every=10") == 1 + 1 + 10 + 10  # and 30, 50, ... 210, after the evaluations
+    assert kept(*best, "checkpoint.keep_every=10", "checkpoint.every_steps=0") == 1 + 1 + 10
 
 
 def test_an_arm_without_a_value_model_makes_no_value_updates():

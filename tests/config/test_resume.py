@@ -53,6 +53,8 @@ def _place(key):
         (["warm_start.layers=2"], []),
         ([], ["task.environment=other"]),
         ([], ["run.seed=2"]),
+        ([], ["sampling.temperature=0.5"]),
+        (["sampling.temperature=0.5"], ["sampling.temperature=0.7"]),
         ([], ["value.groups.attention.trained=true"]),
         ([], ["value.loss=hl_gauss"]),
         (["value.loss=hl_gauss"], ["value.loss=hl_gauss", "value.hl_gauss_bins=7"]),
@@ -82,6 +84,18 @@ def test_all_faults_are_reported_together(changes):
 def test_the_weight_of_a_trained_mtp_loss_may_change(changes):
     (change,) = changes(["policy.mtp_loss_weight=0.1"], ["policy.mtp_loss_weight=0.2"])
     assert change.key == "policy.mtp_loss_weight"
+
+
+@pytest.mark.parametrize("key", ["model.path", "task.prompts_file"])
+def test_a_path_may_be_written_in_another_way_but_lead_nowhere_else(changes, tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given").mkdir()
+    (tmp_path / "link").symlink_to("given")
+    others = ["warm_start.enabled=false"] if key == "model.path" else []
+    for other in (tmp_path / "given", "./given/", "link"):
+        assert [change.key for change in changes([f"{key}=given", *others], [f"{key}={other}", *others])] == [key]
+    with pytest.raises(ConfigError, match=f"{key} = 'elsewhere', saved with 'given'.* leave a link to it where it was"):
+        changes([f"{key}=given", *others], [f"{key}=elsewhere", *others])
 
 
 def test_every_rule_names_keys_that_exist():

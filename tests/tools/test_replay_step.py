@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from megatron_sao.checkpoints import config_hash
 from megatron_sao.cli.run_folder import RunStart, write_start
 from megatron_sao.config import to_toml
 from megatron_sao.errors import ConfigError, DataError
@@ -46,7 +47,8 @@ def recorded_run(folder, run):
         batch = batch_of(step, progress.policy_version)
         (metrics,) = train_until(trainer, progress, step)
         if sink:
-            sink.log(step, phase, metrics | {"rollout/pass_rate": 0.5})
+            settings = config_hash(to_toml(trainer.config))
+            sink.log(step, phase, metrics | {"rollout/pass_rate": 0.5, "config_hash": settings})
             path = trajectories_path(run, phase, step)
             write_trajectories(path, batch, phase=phase, step=step, decode=lambda ids: "")
         if step == 2:
@@ -69,6 +71,16 @@ def recorded(tiny_folder, tmp_path_factory):
 def run(recorded, tmp_path):
     """A copy to spoil."""
     return shutil.copytree(recorded, tmp_path / "copy")
+
+
+def change_record(run, step, change):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(change(record) if record["step"] == step else record) for record in records]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def change_settings(path):
+    path.write_text(path.read_text().replace("lr = 0.01", "lr = 0.1"))
 
 
 def largest_difference(said):
@@ -97,18 +109,37 @@ def test_one_process_replays_a_run_of_two_ranks(recorded):
 
 
 def test_a_recorded_loss_that_does_not_come_out_is_shown(run):
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    wrong = last | {"policy/loss": last["policy/loss"] * 1.5}
-    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(wrong)]) + "\n")
+    change_record(run, 4, lambda record: record | {"policy/loss": record["policy/loss"] * 1.5})
     ((code, said),) = run_ranks(1, replay, run, 4, timeout_s=120)
     assert code == 1 and largest_difference(said) == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_a_step_is_replayed_with_the_settings_that_it_had(run):
+    """The run went on from step 4 with other rates: the checkpoint before it holds those of the step."""
+    change_settings(run / "config.toml")
+    ((code, said),) = run_ranks(1, replay, run, 4, timeout_s=120)
+    assert code == 0 and largest_difference(said) < 1e-4
+
+
+def test_a_step_whose_settings_are_not_known_is_refused(run):
+    change_settings(run / "config.toml")
+    change_record(run, 4, lambda record: record | {"config_hash": config_hash((run / "config.toml").read_text())})
+    with pytest.raises(DataError, match="from step-000002, but step 3 on the way was trained with other settings"):
+        replay(run, 4)
+    assert "with the settings in " + str(run / "checkpoints" / "step-000002") in replay(run, 3, "--dry-run")[1]
+    change_settings(run / "checkpoints" / "step-000002" / "config.toml")
+    with pytest.raises(DataError, match="step 3 was trained with settings that are no longer there"):
+        replay(run, 3)
+    change_record(run, 3, lambda record: {name: record[name] for name in record if name != "config_hash"})
+    with pytest.raises(DataError, match="does not say with which settings step 3 was trained"):
+        replay(run, 3)
 
 
 def test_what_a_replay_lacks_is_named(run):
     assert replay(run, 4, "--dry-run") == (
         0,
-        "dry run, nothing trained. Step 4 (train) would be reached from step-000002 by training on:\n"
+        "dry run, nothing trained. Step 4 (train) would be reached from step-000002, with the settings in"
+        f" {run}/config.toml, by training on:\n"
         f"  {run}/trajectories/train-000003.parquet\n  {run}/trajectories/train-000004.parquet\n",
     )
     with pytest.raises(DataError, match="has no line of step 5; its last step is 4"):

@@ -6,6 +6,7 @@ import torch
 from msgspec.structs import replace
 
 import megatron_sao.parallel  # noqa: F401  first: makes megatron.core importable without CUDA
+from megatron_sao.checkpoints import finished, read_manifest
 from megatron_sao.config import load_config
 from megatron_sao.errors import TrainingError
 from megatron_sao.models.hf_folder import HFFolder
@@ -57,7 +58,7 @@ class Scheduler:
         if wanted and self.batches.get(getattr(message, wanted)) == "stop":
             raise StopAsked("test")
         if isinstance(message, EvalRequest):
-            rate = {"before": 0.25, "after": 0.75}.get(message.name, 0.5)
+            rate = {"before": 0.25, "step-3": 0.625, "after": 0.75}.get(message.name, 0.5)
             answer = EvalResult(name=message.name, pass_rate=rate, mean_reward=rate, num_episodes=4)
         elif isinstance(message, NeedBatch):
             answer = Batch(step=message.step, trajectories=self.batch(message), metrics={})
@@ -176,6 +177,33 @@ def test_a_run_saves_after_pretraining_when_due_and_at_its_end(folder, tmp_path)
         1: True, 2: False, 3: True, 4: False, 5: True,
     }  # a save is reported with the step after it
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+
+
+def pass_rates(tmp_path):
+    """By step, of the checkpoints that are left."""
+    manifests = [read_manifest(path) for path in finished(tmp_path / "checkpoints")]
+    return {manifest.step: manifest.pass_rate for manifest in manifests}
+
+
+def test_the_best_is_the_policy_that_was_evaluated_and_is_saved_right_after(folder, tmp_path):
+    """Evaluations count policy steps, saves all steps: with a warm-up of one step they never fall together."""
+    overrides = ["run.steps=4", "value.warmup_steps=1", "run.eval_every=2", "checkpoint.every_steps=2"]
+    scheduler, _ = run(folder, tmp_path, {}, *overrides, "checkpoint.keep_last=2", "checkpoint.keep_best=1", saves=True)
+    assert [name for name in scheduler.names() if name.startswith(("save", "eval"))] == [
+        "eval before", "save 2", "eval step-3", "save 3", "save 4", "eval step-5", "save 5", "eval after",
+    ]
+    assert pass_rates(tmp_path) == {3: 0.625, 4: None, 5: 0.5}
+
+
+def test_what_was_saved_before_it_was_evaluated_is_saved_again_with_its_pass_rate(folder, tmp_path):
+    overrides = ["run.steps=3", "value.warmup_steps=0", "run.eval_every=2", "checkpoint.keep_best=1"]
+    run(folder, tmp_path, {"step-2": "stop"}, *overrides)
+    assert pass_rates(tmp_path) == {2: None}
+    resumed, _ = run(folder, tmp_path, {}, *overrides, resume=tmp_path / "checkpoints" / "step-000002")
+    assert [name for name in resumed.names() if name.startswith(("save", "eval"))] == [
+        "eval step-2", "save 2", "eval after", "save 3",
+    ]
+    assert pass_rates(tmp_path)[3] == 0.75
 
 
 @pytest.mark.parametrize("where", ["before", 2, "step-2", "after"])

@@ -100,3 +100,12 @@ def test_an_evaluation_that_was_due_is_owed_until_it_is_done():
     assert owed.wants_evaluation
     owed.add_evaluation(0.5)
     assert not owed.wants_evaluation and not restored(owed, *overrides).wants_evaluation
+
+
+def test_a_pass_rate_is_of_the_policy_that_was_evaluated_until_the_next_step():
+    progress = progress_after(2, "value.warmup_steps=0")
+    assert progress.pass_rate_now is None
+    progress.add_evaluation(0.5)
+    assert progress.pass_rate_now == restored(progress, "value.warmup_steps=0").pass_rate_now == 0.5
+    progress.finish_step("train", StepResult(True))
+    assert (progress.pass_rate_now, progress.pass_rate) == (None, 0.5)
