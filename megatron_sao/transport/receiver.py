@@ -9,7 +9,7 @@ Owns: `TensorAssembler`, `WeightReceiver`. Invariants:
 - when loading fails in the middle, the remaining buckets are still received (and dropped), so that nobody hangs and the
   group stays in step; then every rank of the group hears of the failure;
 - memory: two buffers of the largest bucket; beside them whole tensors that wait for slices (of one bucket's layers) and
-  what the load function keeps.
+  what the load function keeps: vLLM's the tensors of a module until it has all (rollout/engine_memory.py counts them).
 
 No deadlock: every process waits for its messages in the order of the plan, first the message of a bucket, then its
 relay; so the first one that is not over always has all its parties there. That a worker opens its next message before

@@ -20,7 +20,7 @@ from tests.support.local_run import CLONE, SMALL_RUN, LocalRun
 NUM_STEPS = 5
 NUM_EVAL_PROMPTS = 32
 BATCH = 16
-MAX_STALENESS = 2
+MAX_STALENESS, MAX_IN_FLIGHT = 8, 128  # more than the run trains: the engine always has work, also where it is quick
 
 
 @dataclass
@@ -54,7 +54,8 @@ class FinishedRun:
 def finished(tmp_path_factory) -> FinishedRun:
     place = tmp_path_factory.mktemp("run")
     cache = place / "models"
-    run = LocalRun(place, "--warm_start.cache_folder", str(cache))
+    limits = ["--schedule.max_staleness", str(MAX_STALENESS), "--schedule.max_in_flight", str(MAX_IN_FLIGHT)]
+    run = LocalRun(place, "--warm_start.cache_folder", str(cache), *limits)
     try:
         run.wait_for("\ntrain 1/", timeout_s=400)
         exit_code = run.wait(200)
@@ -64,6 +65,7 @@ def finished(tmp_path_factory) -> FinishedRun:
     assert exit_code == 0, run.output
     (start_folder,) = cache.iterdir()
     overrides = [f"run.folder={run.folder.parent}", f"run.name={run.folder.name}", f"warm_start.cache_folder={cache}"]
+    overrides += [f"schedule.max_staleness={MAX_STALENESS}", f"schedule.max_in_flight={MAX_IN_FLIGHT}"]
     return FinishedRun(run.folder, start_folder, overrides, exit_code, run.output, left_behind)
 
 
