@@ -1,6 +1,7 @@
 """Runs a function as N real ranks (gloo, forked): the heavy imports are paid once, in the parent."""
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -28,6 +29,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     """
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
+        gc.freeze()  # a collection in a rank would copy every page of the parent's objects
         pids = [_fork(rank, world_size, port, Path(folder), timeout_s, function, args) for rank in range(world_size)]
         failure = _wait(pids, timeout_s)
         if failure is not None:
