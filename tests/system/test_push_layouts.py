@@ -41,6 +41,7 @@ SERVERS = {  # family, [engine], what trainers push to it
     "1-worker": ("qwen3_moe", {}, (TP2, PP2, EP2, TP2_EP2)),
     "2-workers": ("qwen3_moe", dict(tensor_parallel=2), (TP2, PP2, EP2, TP2_EP2)),
     "4-workers": ("qwen3_moe", dict(tensor_parallel=2, pipeline_parallel=2, expert_parallel=True), (TP2_EP2,)),
+    "shared-experts": ("glm4_moe", dict(tensor_parallel=2, expert_parallel=True), (TP2_EP2,)),
     "latent-attention": ("deepseek_v3", dict(tensor_parallel=2, expert_parallel=True), (TP2,)),
 }
 PROMPTS = [[5, 40 + i, 41, 30, 60, 7 * i + 3] for i in range(4)]
@@ -75,10 +76,13 @@ def folders(tiny_folder, tmp_path_factory):
     """family -> NEW and OTHER: a tiny model with all its tensors moved by random amounts."""
     root = tmp_path_factory.mktemp("layouts")
     latent = make_family_folder("deepseek_v3", root / "latent", mtp=False, seed=1, **FAMILY_FIELDS)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny_folder / file, latent / file)
-    found: dict[str, dict] = {"qwen3_moe": {}, "deepseek_v3": {}}
-    for family, source in (("qwen3_moe", tiny_folder), ("deepseek_v3", latent)):
+    shared = make_family_folder("glm4_moe", root / "shared", mtp=False, seed=2)
+    for family in (latent, shared):
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tiny_folder / file, family / file)
+    sources = {"qwen3_moe": tiny_folder, "deepseek_v3": latent, "glm4_moe": shared}
+    found: dict[str, dict] = {family: {} for family in sources}
+    for family, source in sources.items():
         for name, seed in (("NEW", 11), ("OTHER", 12)):
             found[family][name] = shutil.copytree(source, root / f"{family}-{name}")
             generator = torch.Generator().manual_seed(seed)
