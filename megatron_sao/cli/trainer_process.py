@@ -14,13 +14,22 @@ from megatron_sao.cli.network import INTERFACE_VARIABLES, HostPlace, take_interf
 from megatron_sao.config import Config
 
 
+# Runs the command that follows it. `env --block-signal` would do, but coreutils have it from 8.31 on, RHEL 8 has 8.30.
+WITHOUT_SIGTERM = (
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]);"
+    " os.execvp(sys.argv[1], sys.argv[1:])",
+)
+
+
 def start_trainer(config: Config, run_folder: Path, host: HostPlace = HostPlace()) -> ChildProcess:
     """Start this host's share of the ranks; `num_hosts` divides their number.
 
     Effect: with several hosts, the environment of this process names the network interface too.
     """
     host_0 = host.rendezvous[0] if host.rendezvous else host.address
-    command = ["env", "--block-signal=TERM", sys.executable, "-m", "torch.distributed.run", *_place(config, host)]
+    command = [*WITHOUT_SIGTERM, sys.executable, "-m", "torch.distributed.run", *_place(config, host)]
     command += ["--max-restarts", "0", "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
     command += ["--nproc-per-node", str(config.parallel.world_size // host.num_hosts)]
     command += ["-m", "megatron_sao.cli.train", str(run_folder / CONFIG_FILE)]

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from megatron_sao.cli.stop import StopOnSignal, ask_to_stop
+from megatron_sao.cli.trainer_process import WITHOUT_SIGTERM
 from megatron_sao.errors import SaoError
 
 WAIT_S = 60.0
@@ -99,7 +100,7 @@ def test_anybody_else_asks_to_stop_and_the_second_time_ends_the_rank(start, tmp_
 
 def test_a_signal_to_every_process_leaves_torchrun_and_its_ranks_at_work(start, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    torchrun = start("env", "--block-signal=TERM", sys.executable, "-m", "torch.distributed.run", "--standalone",
+    torchrun = start(*WITHOUT_SIGTERM, sys.executable, "-m", "torch.distributed.run", "--standalone",
                      "--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", "--nproc-per-node", "2",
                      str(tmp_path / "rank.py"), str(tmp_path))  # fmt: skip
     ranks = [pid_of(tmp_path, 0), pid_of(tmp_path, 1)]
