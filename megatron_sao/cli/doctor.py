@@ -41,7 +41,7 @@ from megatron_sao.cli.doctor_checks import (
     Finding,
     Host,
 )
-from megatron_sao.cli.network import interface_of, own_address, resolve, take_interface
+from megatron_sao.cli.network import INTERFACE_VARIABLES, interface_of, own_address, resolve, take_interface
 from megatron_sao.cli.options import DRY_RUN, hush_libraries, parse_options, run_command
 from megatron_sao.cli.slurm import srun_world
 from megatron_sao.cli.tables import MIB, Report
@@ -124,7 +124,7 @@ class _LocalTrial:
         world_size = max(self._host.num_gpus, 2)
         self._store = host_store("127.0.0.1", timeout_s=TRIAL_TIMEOUT_S)
         self._errors = tempfile.TemporaryFile()
-        env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        env = os.environ | dict.fromkeys(INTERFACE_VARIABLES, "lo")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         for rank in range(world_size):
             command = [sys.executable, "-m", "megatron_sao.transport.trial", "127.0.0.1", str(self._store.port)]

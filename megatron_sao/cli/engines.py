@@ -112,27 +112,28 @@ def keep(engines: list[KeptEngine], run_folder: Path, stop: StopOnSignal, start_
     Raises: EngineError when one does not start or dies too often, SaoError when a stop takes too long, ProtocolError
         when the scheduler does not come, or is gone without a word: its host may have lost its power.
     """
-    heart, began_s = HeartWatch(run_folder), time.monotonic()
+    heart, began_s = None, time.monotonic()
     while not (run_folder / SUMMARY_FILE).exists():
         stop.check()
-        _check_scheduler(run_folder, heart.silent_s(), time.monotonic() - began_s, start_timeout_s)
+        if scheduler := announced_scheduler(run_folder):
+            heart = heart or HeartWatch(run_folder)  # from now on: until now there was nothing to hear
+            _check_heart(run_folder, scheduler.host, heart.silent_s())
+        elif time.monotonic() - began_s > start_timeout_s:
+            raise ProtocolError(
+                f"no scheduler has begun in {run_folder} within parallel.join_timeout_s = {start_timeout_s:.0f} s: is"
+                " it started, and does its host see the same folder?"
+            )
         if not (run_folder / STOP_FILE).exists():
             for engine in engines:
                 engine.check()
         time.sleep(0.2)
 
 
-def _check_scheduler(run_folder: Path, silent_s: float, waited_s: float, start_timeout_s: float) -> None:
-    scheduler = announced_scheduler(run_folder)
-    if scheduler is None and waited_s > start_timeout_s:
+def _check_heart(run_folder: Path, host: str, silent_s: float) -> None:
+    if silent_s > SILENT_S:
         raise ProtocolError(
-            f"no scheduler has begun in {run_folder} within parallel.join_timeout_s = {start_timeout_s:.0f} s: is it"
-            " started, and does its host see the same folder?"
-        )
-    if scheduler is not None and silent_s > SILENT_S:
-        raise ProtocolError(
-            f"the scheduler on the host {scheduler.host} gave no sign of life in {run_folder} for {SILENT_S:.0f} s:"
-            " is that host up, and the file system between the two?"
+            f"the scheduler on the host {host} gave no sign of life in {run_folder} for {SILENT_S:.0f} s: is that host"
+            " up, and the file system between the two?"
         )
 
 

@@ -40,34 +40,37 @@ class Heart:
 
 
 class HeartWatch:
-    """Looks at a heart again and again."""
+    """Looks at a heart again and again, from its making on."""
 
     def __init__(self, run_folder: Path):
-        self._path = run_folder / HEARTBEAT_FILE
-        self._seen = self._look()
-        self._changed_s = time.monotonic()
+        self._run_folder = run_folder
+        self._seen = _look(run_folder)
+        self._looked_s = time.monotonic()
+        self._silent_s = 0.0
 
     def silent_s(self) -> float:
-        """For how long it is known not to have beaten, at least."""
-        now = self._look()
-        if now not in (None, self._seen):
-            self._seen, self._changed_s = now, time.monotonic()
-        return time.monotonic() - self._changed_s
-
-    def _look(self) -> str | None:
-        try:
-            return self._path.read_text(encoding="utf-8")
-        except OSError:
-            return None
+        """For how long it has not beaten. While this process stands still itself (a file system that hangs for both)
+        no more than one beat counts."""
+        number, now_s = _look(self._run_folder), time.monotonic()
+        self._silent_s += min(now_s - self._looked_s, BEAT_S)
+        self._looked_s = now_s
+        if number not in (None, self._seen):
+            self._seen, self._silent_s = number, 0.0
+        return self._silent_s
 
 
 def beats(run_folder: Path) -> bool:
     """Whether a heart beats there. Takes as long as a beat, or `WATCH_S` where none does."""
-    watch = HeartWatch(run_folder)
-    before = 0.0
-    while (silent_s := watch.silent_s()) >= before:
-        if silent_s > WATCH_S:
-            return False
-        before = silent_s
+    first, deadline = _look(run_folder), time.monotonic() + WATCH_S
+    while time.monotonic() < deadline:
         time.sleep(BEAT_S / 5)
-    return True
+        if _look(run_folder) not in (None, first):
+            return True
+    return False
+
+
+def _look(run_folder: Path) -> str | None:
+    try:
+        return (run_folder / HEARTBEAT_FILE).read_text(encoding="utf-8")
+    except OSError:
+        return None

@@ -92,7 +92,7 @@ def _shares(name: str, size: tuple[int, ...], layout: EngineLayout) -> list[int]
     if parts is None:
         return [prod(size)] * layout.num_workers
     rows = 1 if parts.dim == WHOLE else size[parts.dim]
-    return [prod(size) * (end - start) // rows for start, end in parts.rows[: layout.num_workers]]
+    return [prod(size) * (end - start) // rows for start, end in parts.rows]
 
 
 def _is_quantized(name: str, size: tuple[int, ...]) -> bool:

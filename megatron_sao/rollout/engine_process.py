@@ -58,7 +58,6 @@ class EngineSettings:
     seed: int = 0  # for requests that bring no seed of their own
     start_timeout_s: float = 240.0
     devices: str = ""  # CUDA_VISIBLE_DEVICES of the server; empty = as this program has it
-    interface: str = ""  # network interface of gloo and NCCL; empty = as in the environment, on 127.0.0.1 "lo"
 
     @property
     def has_one_worker(self) -> bool:
@@ -278,11 +277,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # a model folder is local; a wrong path must not become a download
         "OMP_NUM_THREADS": str(settings.num_threads),
     }
-    interface = settings.interface
     if settings.host in ("127.0.0.1", "localhost", "::1"):
-        env["VLLM_HOST_IP"], interface = "127.0.0.1", interface or "lo"
-    if interface:
-        env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        env |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if settings.devices:
         env["CUDA_VISIBLE_DEVICES"] = settings.devices
     if is_cpu_build():

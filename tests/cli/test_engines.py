@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 
 import pytest
 
@@ -56,12 +57,19 @@ def test_hosts_of_engines_end_when_the_scheduler_does_not_come_or_falls_silent(t
     monkeypatch.setattr(engines, "SILENT_S", 1.0)
     with pytest.raises(ProtocolError, match=r"no scheduler has begun in .* within parallel.join_timeout_s = 0 s"):
         engines.keep([], tmp_path, NoStop(), start_timeout_s=0.1)
-    announce_scheduler(tmp_path, "tcp://127.0.0.1:9")
-    heart = heartbeat.Heart(tmp_path)
-    ending = threading.Timer(2.0, heart.close)
+    hearts = []
+
+    def begin():
+        announce_scheduler(tmp_path, "tcp://127.0.0.1:9")
+        time.sleep(0.5)  # it is announced before it beats
+        hearts.append(heartbeat.Heart(tmp_path))
+
+    beginning = threading.Timer(2.0, begin)  # later than a scheduler that is there may be silent
+    ending = threading.Timer(4.0, lambda: hearts[0].close())
+    beginning.start()
     ending.start()
     with pytest.raises(ProtocolError, match=rf"scheduler on the host {socket.gethostname()} gave no sign of life"):
-        engines.keep([], tmp_path, NoStop(), start_timeout_s=0.1)
+        engines.keep([], tmp_path, NoStop(), start_timeout_s=30.0)
     assert ending.finished.is_set()  # as long as it beat, they stayed
     (tmp_path / SUMMARY_FILE).write_text("{}")
     engines.keep([], tmp_path, NoStop(), start_timeout_s=0.1)
